@@ -1,0 +1,63 @@
+"""Whole strategies for the common cases, so that nobody repeats stage and microbatch counts."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from piper.directives.base import Directive
+from piper.directives.replicate import Replicate
+from piper.directives.split import Split
+from piper.errors import DirectiveError, ScheduleError
+from piper.schedules import SCHEDULES
+
+
+def pipeline(
+    schedule: str,
+    groups: Sequence[Sequence[int]],
+    num_microbatches: int,
+    *,
+    num_virtual_stages: int = 1,
+    bucket_size: float | None = None,
+    replicated_buffers: Literal["first", "mean"] | None = None,
+    stage_tag: str = "PP",
+    microbatch_tag: str = "MB",
+) -> list[Directive]:
+    """Pipeline parallelism, with data parallelism where the groups have more than one device.
+
+    ``groups`` lists the pipeline's ranks; each is the list of devices that hold that rank's stages,
+    one per replica. The model must have ``len(groups) * num_virtual_stages`` regions tagged
+    ``stage_tag``, numbered from 0; ``num_virtual_stages`` counts stages *per group* and is 1 for
+    the schedules without virtual stages. Each replica runs ``num_microbatches`` microbatches per
+    step. ``bucket_size`` (MiB) and ``replicated_buffers`` are those of
+    :class:`~piper.directives.replicate.Replicate` and say nothing when there is one replica.
+
+    ``pipeline("1f1b", [[0, 1], [2, 3]], 8)`` is::
+
+        [Place({"PP": 0}, devices=[0, 1]), Place({"PP": 1}, devices=[2, 3]),
+         Replicate({}, devices="placed"),
+         Split({}, dim_name="MB", num_microbatches=8),
+         *one_f_one_b(num_stages=2, num_microbatches=8)]
+
+    Raises :class:`~piper.errors.ScheduleError` for an unknown schedule, a count below 1, virtual
+    stages that the schedule does not have, or tags that clash;
+    :class:`~piper.errors.PlacementError` for groups of unequal size or a device named twice;
+    :class:`~piper.errors.DirectiveError` for a ``bucket_size`` that is not positive.
+    """
+    chosen = SCHEDULES[schedule]
+    if num_virtual_stages != 1 and not chosen.virtual_stages:
+        with_virtual = ", ".join(sorted(s.name for s in SCHEDULES.values() if s.virtual_stages))
+        raise ScheduleError(
+            f"schedule {schedule!r} has one stage per group, found "
+            f"num_virtual_stages={num_virtual_stages}; leave it at 1 or choose one of: "
+            f"{with_virtual}"
+        )
+    if bucket_size is not None and bucket_size <= 0:
+        raise DirectiveError(f"bucket_size is in MiB and positive, found {bucket_size}")
+    place = chosen.place(groups, num_virtual_stages, stage_tag)
+    order = chosen.order(
+        len(groups), num_virtual_stages, num_microbatches, stage_tag, microbatch_tag
+    )
+    replicate = Replicate({}, bucket_size=bucket_size, replicated_buffers=replicated_buffers)
+    split = Split({}, dim_name=microbatch_tag, num_microbatches=num_microbatches)
+    if len(groups[0]) == 1:
+        return [*place, split, *order]
+    return [*place, replicate, split, *order]

@@ -1,0 +1,112 @@
+"""What the API needs from a backend, and what both backends share.
+
+A backend owns one worker per device. The driver loads plans, gives the workers their state and runs steps;
+whatever a step needs was shipped before it. One driver thread uses a backend at a time.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, TypeAlias
+
+import torch
+
+from piper.errors import ConfigError
+from piper.plan.model import Plan
+from piper.registry import Registry
+from piper.runtime.batch import Batch, Data, Signature
+from piper.runtime.state import OptimizerSpec, StateSnapshot, Weights
+
+PlanKey: TypeAlias = str
+"""The driver's name for a loaded plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the workers reported of one step.
+
+    ``values[name][microbatch]`` is a reported scalar: ``loss`` and, for a weighted loss, ``weight``, by global
+    microbatch number. ``seconds`` is the time of the slowest worker.
+    """
+
+    step: int
+    values: dict[str, dict[int, float]]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The completed steps, in order.
+
+    ``stopped_at`` is the step whose batch did not have the plan's signature, with the ``signature`` that was
+    found; no device has begun that step. Both are ``None`` when all steps were run.
+    """
+
+    steps: tuple[StepResult, ...]
+    stopped_at: int | None = None
+    signature: Signature | None = None
+
+
+class Backend(Protocol):
+    """Runs plans on devices. Use: ``start``, ``load``, ``initialise``, then anything, at last ``close``.
+
+    Every method raises the root cause of what failed on a worker: a :class:`~piper.errors.RunError` that names
+    device, node, microbatch and instruction, with the original traceback in its text. After that the backend
+    is closed: no worker is left, every later call raises :class:`~piper.errors.RunError` that says why.
+    """
+
+    def start(self, num_devices: int) -> None:
+        """Start one worker per device.
+
+        Raises :class:`~piper.errors.ConfigError` before any worker is started when there are too few devices.
+        """
+
+    def load(self, key: PlanKey, plan: Plan, signature: Signature) -> None:
+        """Ship *plan*, for global batches of *signature*, to all workers under *key* and make it ready to run.
+
+        A plan loaded after ``initialise`` may use only parameters and buffers that its device already holds.
+        """
+
+    def initialise(
+        self, key: PlanKey, weights: Weights, optimizer: OptimizerSpec | None = None
+    ) -> None:
+        """Give every device the parameters and buffers that the loaded plan *key* uses there, and an optimizer for them.
+
+        What the plan uses nowhere is held by device 0, so that the snapshot is complete. *weights* is a mapping of
+        tensors by name, or a function from names to such a mapping that the workers call.
+        """
+
+    def run(
+        self,
+        key: PlanKey,
+        data: Data | Sequence[Batch],
+        *,
+        first_step: int,
+        num_steps: int | None = None,
+        seed: int = 0,
+    ) -> RunResult:
+        """Run steps ``first_step`` to ``first_step + num_steps - 1`` of plan *key*, one call per worker.
+
+        *data* is a list of global batches, one per step (*num_steps* may be left out), or a function of the step that
+        is called by the workers that load inputs. A step whose batch has another signature than the plan ends the run
+        before that step, on all devices alike.
+        """
+
+    def snapshot(self, *, optimizer: bool = True) -> StateSnapshot:
+        """Parameters, buffers and optimizer state by name, on the CPU, each tensor a copy."""
+
+    def restore(self, snapshot: StateSnapshot) -> None:
+        """Overwrite the devices' state with *snapshot*, whatever layout it was taken from.
+
+        Raises :class:`~piper.errors.StateError` for missing, unexpected or misshapen entries, before anything is changed.
+        """
+
+    def close(self) -> None:
+        """Stop all workers and give back everything. May be called twice."""
+
+
+BackendFactory: TypeAlias = Callable[..., Backend]
+
+BACKENDS: Registry[BackendFactory] = Registry("backend", ConfigError)
+"""By name; a factory takes the backend's options as keywords."""

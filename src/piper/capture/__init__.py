@@ -1,0 +1,54 @@
+"""Capture: from a model, its loss and an example batch to a training DAG on one device."""
+
+from collections.abc import Mapping
+
+import torch
+
+from piper.capture.annotate import annotate, annotate_module
+from piper.capture.batch import flatten_batch
+from piper.capture.joint import LossFn, capture_joint
+from piper.capture.partition import Captured, partition
+from piper.ir.dag import Dag
+
+__all__ = ["Captured", "annotate", "annotate_module", "capture", "capture_with_constants"]
+
+
+def capture(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    example_batch: tuple[object, object],
+    *,
+    batch_dims: Mapping[str, int | None] | None = None,
+    batch_size: int | None = None,
+    grad: bool = True,
+) -> Dag:
+    """One training step of *model* and *loss_fn* as a DAG of chunks.
+
+    *example_batch* is ``(inputs, targets)``: *inputs* a tensor, a tuple (``*args``) or a mapping
+    (``**kwargs``), *targets* any tree of tensors. Only shapes and types count; *model* may be on ``meta``
+    and is not changed. Every tensor is split on dimension 0 unless *batch_dims* says otherwise
+    (``{"mask": None}``); leaves that are not tensors are constants, as is ``model.training``.
+
+    *loss_fn* ``(outputs, targets)`` returns a scalar, the mean over samples, or ``(sum, weight)``. The
+    batch size stays symbolic unless *batch_size* fixes it. Without *grad* there is only the forward.
+
+    Raises :class:`piper.errors.CaptureError` with the reason, the user's line and a remedy.
+    """
+    return capture_with_constants(
+        model, loss_fn, example_batch, batch_dims=batch_dims, batch_size=batch_size, grad=grad
+    ).dag
+
+
+def capture_with_constants(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    example_batch: tuple[object, object],
+    *,
+    batch_dims: Mapping[str, int | None] | None = None,
+    batch_size: int | None = None,
+    grad: bool = True,
+) -> Captured:
+    """Like :func:`capture`, with the values of the DAG's constant buffers."""
+    batch = flatten_batch(model.forward, example_batch, batch_dims)
+    joint = capture_joint(model, loss_fn, batch, batch_size=batch_size, grad=grad)
+    return partition(joint, batch)

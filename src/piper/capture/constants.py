@@ -1,0 +1,52 @@
+"""Tensors that the model uses without registering them: literals in bodies, or constant buffers."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.fx
+
+from piper.capture.bodies import tensor_spec
+from piper.capture.joint import constant_value
+from piper.ir.body import Literal
+
+Node: TypeAlias = torch.fx.Node
+
+LITERAL_ELEMENTS = 64
+"""Larger constants become buffers."""
+
+PREFIX = "constant."
+"""Beginning of the names of constant buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """``literals`` by node; ``tensors`` by the name of their buffer, and ``names`` of nodes in it."""
+
+    literals: dict[Node, Literal]
+    names: dict[Node, str]
+    tensors: dict[str, torch.Tensor]
+
+
+def find_constants(module: torch.fx.GraphModule) -> Constants:
+    """All constant tensors of the graph. A tensor used several times gets one name."""
+    found = Constants({}, {}, {})
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = constant_value(module, node)
+        if (literal := _literal(value, node.name)) is not None:
+            found.literals[node] = literal
+            continue
+        same = [key for key, known in found.tensors.items() if known is value]
+        key = same[0] if same else f"{PREFIX}{len(found.tensors)}"
+        found.tensors[key] = value
+        found.names[node] = key
+    return found
+
+
+def _literal(value: torch.Tensor, where: str) -> Literal | None:
+    """*value* as a literal if it is small, real and finite (JSON has no word for the rest)."""
+    if value.numel() > LITERAL_ELEMENTS or value.is_complex():
+        return None
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        return None
+    return Literal(tensor_spec(value, where), tuple(value.flatten().tolist()))

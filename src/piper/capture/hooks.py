@@ -1,0 +1,69 @@
+"""Hooks of the model: which survive a capture, and refusal of those that would vanish.
+
+A hook that returns a gradient becomes operations of the graph. A hook that returns nothing only
+observes: it would run once, during the capture, and never again.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from piper.errors import CaptureError
+
+Hook: TypeAlias = Callable[..., object]
+
+
+def refuse_parameter_hooks(model: nn.Module) -> None:
+    """Raise :class:`CaptureError` naming a parameter that carries a hook."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise CaptureError(
+                f"parameter {name!r} has a gradient hook, which distributed training would bypass. "
+                f"Remove it; transform the gradient in the optimizer, or hook the module or the "
+                f"activation instead"
+            )
+
+
+@contextmanager
+def watched_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """While a model is captured, refuse backward hooks that return nothing.
+
+    The hook dictionaries of *modules* are replaced; the caller restores them.
+    """
+    for module in modules:
+        what = f"a backward hook of module {type(module).__name__}"
+        for attribute in ("_backward_hooks", "_backward_pre_hooks"):
+            hooks: dict[int, Hook] = vars(module)[attribute]
+            for key, hook in hooks.items():
+                hooks[key] = _must_return(hook, what)
+    original = torch.Tensor.register_hook
+
+    def register_hook(self: torch.Tensor, hook: Hook) -> RemovableHandle:
+        handle: RemovableHandle = original(self, _must_return(hook, "a tensor hook"))  # type: ignore[no-untyped-call]
+        return handle
+
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = original  # type: ignore[method-assign]
+
+
+def _must_return(hook: Hook, what: str) -> Hook:
+    @wraps(hook)
+    def watched(*args: object) -> object:
+        result = hook(*args)
+        if result is None:
+            name = getattr(hook, "__qualname__", repr(hook))
+            raise CaptureError(
+                f"{what} ({name}) returns nothing: it would run during the capture only and never "
+                f"during training. Remove it, or return the gradient"
+            )
+        return result
+
+    return watched

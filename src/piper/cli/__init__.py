@@ -1,0 +1,1 @@
+"""The command line: ``piper train``, ``check``, ``plan``, ``simulate``, ``view``, ``bench``, ``doctor``."""

@@ -1,0 +1,1 @@
+"""Devices and communicators: what a plan's instructions execute against."""

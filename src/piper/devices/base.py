@@ -1,0 +1,28 @@
+"""What the runtime needs from a device beyond the protocol that instructions use."""
+
+from collections.abc import Callable
+from typing import ClassVar, Protocol, TypeAlias
+
+import torch
+
+from piper.errors import ConfigError
+from piper.ops.base import Device
+from piper.registry import Registry
+
+Closure: TypeAlias = Callable[[], None]
+
+
+class TorchDevice(Device, Protocol):
+    """A device of torch, executing one plan. ``torch_device`` is where its tensors live."""
+
+    kind: ClassVar[str]
+    torch_device: torch.device
+
+    def abandon(self) -> None:
+        """Forget what is in flight, after a failure."""
+
+
+DeviceFactory: TypeAlias = Callable[[int], TorchDevice]
+"""Takes the index of the device on its machine."""
+
+DEVICES: Registry[DeviceFactory] = Registry("device", ConfigError)

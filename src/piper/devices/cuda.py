@@ -1,0 +1,90 @@
+"""CUDA GPUs. Not yet run on a GPU."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from piper.devices.base import DEVICES, Closure
+from piper.devices.tensors import TensorOperations, as_torch
+from piper.errors import ConfigError
+from piper.ids import COMPUTE, EventId, Stream
+from piper.ops.base import Handle, Tensor
+
+
+class CudaDevice(TensorOperations):
+    """Logical streams are CUDA streams, waits are CUDA events; the host only issues. Not yet run on a GPU.
+
+    A communication handle's ``wait`` makes the current CUDA stream wait, as torch's NCCL work does; so it is called right
+    after the launch, on the communication's own stream.
+    """
+
+    kind: ClassVar[str] = "cuda"
+
+    def __init__(self, index: int) -> None:
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device cuda:{index} does not exist: this machine has {torch.cuda.device_count()} GPUs; "
+                f"use fewer devices per machine, or device='cpu'"
+            )
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(index)
+        self._streams: dict[Stream, torch.cuda.Stream] = {}
+        self._events: dict[EventId, torch.cuda.Event] = {}
+
+    def on_stream(
+        self,
+        stream: Stream,
+        launch: Callable[[], Handle | None],
+        record: EventId | None,
+        *,
+        asynchronous: bool,
+    ) -> Closure:
+        """See :class:`~piper.ops.base.Device`."""
+        del asynchronous
+        target = self._stream(stream)
+        event = None
+        if record is not None:
+            event = self._events[record] = torch.cuda.Event()
+
+        def issue() -> None:
+            torch.cuda.set_stream(target)
+            handle = launch()
+            if handle is not None:
+                handle.wait()
+            if event is not None:
+                event.record(target)
+
+        return issue
+
+    def waiter(self, stream: Stream, event: EventId) -> Closure:
+        """The stream waits for the event; the host does not."""
+        target, recorded = self._stream(stream), self._events[event]
+        return lambda: target.wait_event(recorded)
+
+    def after_stream(self, stream: Stream) -> None:
+        """CUDA streams run in order."""
+        del stream
+
+    def releaser(self, stream: Stream) -> Callable[[Tensor], None]:
+        """Memory may come from another stream's pool: it must not be reused before *stream* got here."""
+        target = self._stream(stream)
+        return lambda tensor: as_torch(tensor).record_stream(target)
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the GPU."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def abandon(self) -> None:
+        """Nothing is kept on the host."""
+
+    def _stream(self, stream: Stream) -> torch.cuda.Stream:
+        if stream not in self._streams:
+            own = torch.cuda.default_stream(self.torch_device)
+            self._streams[stream] = (
+                own if stream == COMPUTE else torch.cuda.Stream(self.torch_device)
+            )
+        return self._streams[stream]
+
+
+DEVICES.add(CudaDevice.kind, CudaDevice)

@@ -1,0 +1,64 @@
+"""Place: which devices run which nodes."""
+
+from msgspec.structs import replace
+
+from piper.directives.base import Directive, directive
+from piper.errors import PlacementError
+from piper.ids import DeviceId, NodeId, Stream
+from piper.ir.dag import Chunk, Dag, DeviceGroup
+from piper.ir.edit import Edit, ordered_by_user, replace_nodes
+from piper.ir.select import FilterValue, Selector
+
+
+@directive
+class Place(Directive, frozen=True):
+    """Put the matched nodes on a device group; ``stream`` carries their messages to other groups.
+
+    A group of n > 1 devices runs n replicas and must be claimed by ``Replicate``. Linked groups must have equal sizes.
+
+    Before ``Place({"PP": 1}, devices=[1])`` after ``Place({"PP": 0}, devices=[0])``::
+
+        F PP=0 @0  ──h──▶  F PP=1 @-
+
+    After::
+
+        F PP=0 @0  ──h──▶  transfer 0>1  ──h'──▶  F PP=1 @1
+
+    Raises :class:`PlacementError` for a node that is placed already, or an illegal group.
+    """
+
+    filter: dict[str, FilterValue]
+    devices: list[int]
+    stream: str | None = None
+
+    def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
+        group = device_group(self.devices)
+        stream = Stream(self.stream) if self.stream else None
+        changed: dict[NodeId, Chunk] = {}
+        for node in selector.find(self.filter):
+            chunk = dag.nodes[node]
+            if not isinstance(chunk, Chunk) or chunk.derived:
+                continue
+            if chunk.devices is not None:
+                raise PlacementError(
+                    f"node {chunk.label!r} is placed twice: on devices {list(chunk.devices)} before, on "
+                    f"{self.devices} by this directive; make the filters disjoint"
+                )
+            if ordered_by_user(dag, node):
+                raise PlacementError(
+                    f"node {chunk.label!r} is already ordered: an Order speaks of chunks on the same device, so "
+                    "it must come after the Place of its chunks"
+                )
+            changed[node] = replace(chunk, devices=group, p2p_stream=stream)
+        return replace_nodes(dag, changed)
+
+
+def device_group(devices: list[int]) -> DeviceGroup:
+    """A validated device group."""
+    if not devices:
+        raise PlacementError("a device group needs at least one device, found an empty list")
+    if len(set(devices)) != len(devices) or min(devices) < 0:
+        raise PlacementError(
+            f"a device group lists distinct devices counted from 0, found {list(devices)}"
+        )
+    return tuple(DeviceId(d) for d in devices)

@@ -1,0 +1,98 @@
+"""Strategies: lists of directives, applied in program order, and their JSON form."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from piper.directives.base import DIRECTIVES, Directive
+from piper.errors import PiperError, StrategyFileError, nearest
+from piper.ir.check import check_dag
+from piper.ir.dag import Dag
+from piper.ir.derive import derive
+from piper.ir.select import Selector
+from piper.pausing import collector_paused
+
+Strategy: TypeAlias = Sequence[Directive]
+
+
+def apply(dag: Dag, strategy: Strategy) -> Dag:
+    """*dag* rewritten by each directive in program order; invariants are checked after each.
+
+    Neighbouring directives of one kind (a whole placement, a whole schedule) count as one. An error names the
+    directive that caused it and is of the class that its ``apply`` documents.
+    """
+    start = len(dag.directives)
+    dag = replace(dag, directives=(*dag.directives, *(d.describe() for d in strategy)))
+    with collector_paused():
+        dag = derive(dag)
+        for _, run in groupby(enumerate(strategy, start), key=lambda item: type(item[1])):
+            dag = _apply_run(dag, list(run))
+    return dag
+
+
+def _apply_run(dag: Dag, run: Sequence[tuple[int, Directive]]) -> Dag:
+    number = run[0][0]
+    selector = Selector(dag)
+    try:
+        for number, directive in run:
+            edited = directive.apply(dag, number, selector).dag
+            if edited.nodes is not dag.nodes:
+                selector = Selector(edited)
+            dag = edited
+        dag = derive(dag)
+        check_dag(dag)
+    except PiperError as error:
+        raise type(error)(f"directive {number}, {dag.directives[number]}: {error}") from error
+    return dag
+
+
+def dump_strategy(strategy: Strategy, path: str | Path) -> None:
+    """Write a strategy as a JSON list of objects ``{"op": "place", ...}``, one directive a line."""
+    lines = [msgspec.json.encode(directive).decode() for directive in strategy]
+    Path(path).write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def load_strategy(path: str | Path) -> list[Directive]:
+    """Read a strategy file.
+
+    Raises :class:`StrategyFileError` with the path inside the file for a malformed file, an unknown directive or field.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise StrategyFileError(f"cannot read strategy file {path}: {error.strerror}") from error
+    try:
+        items = msgspec.json.decode(text, type=list[dict[str, object]])
+    except msgspec.DecodeError as error:
+        raise StrategyFileError(
+            f"strategy file {path} must be a JSON list of objects like "
+            f'{{"op": "place", "filter": {{"PP": 0}}, "devices": [0]}}: {error}'
+        ) from error
+    return [_directive(item, f"{path}: $[{i}]") for i, item in enumerate(items)]
+
+
+def _directive(item: dict[str, object], where: str) -> Directive:
+    op = item.get("op")
+    if not isinstance(op, str):
+        raise StrategyFileError(
+            f'{where}: every directive has a field "op" naming it; known: {", ".join(sorted(DIRECTIVES))}'
+        )
+    try:
+        cls = DIRECTIVES[op]
+    except StrategyFileError as error:
+        raise StrategyFileError(f"{where}.op: {error}") from error
+    known = [field.encode_name for field in msgspec.structs.fields(cls)]
+    for name in item:
+        if name != "op" and name not in known:
+            raise StrategyFileError(
+                f"{where}.{name}: directive {op!r} has no such field{nearest(name, known)}; fields: {', '.join(known)}"
+            )
+    try:
+        return msgspec.convert(item, cls)
+    except msgspec.ValidationError as error:
+        raise StrategyFileError(f"{where}: {error}") from error
+

@@ -1,0 +1,90 @@
+"""Every error that piper raises for a user's mistake or a failed run.
+
+One class per kind of error. Each message says what was expected, what was found, where, and what to
+do about it. A Python ``AssertionError`` escaping from piper is a bug of piper.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class PiperError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class CaptureError(PiperError):
+    """The model, its loss or the example batch cannot be captured as one graph."""
+
+
+class AnnotationError(PiperError):
+    """A region annotation is used wrongly."""
+
+
+class FilterError(PiperError):
+    """A directive's filter names a region, tag or microbatch that exists nowhere."""
+
+
+class DirectiveError(PiperError):
+    """A directive cannot be applied to this training DAG."""
+
+
+class PlacementError(DirectiveError):
+    """A node is unplaced, placed twice, or placed on devices that do not fit."""
+
+
+class OrderError(DirectiveError):
+    """An order contradicts the data flow or itself."""
+
+
+class SplitError(DirectiveError):
+    """The batch cannot be split as asked."""
+
+
+class ScheduleError(PiperError):
+    """A schedule does not exist for these numbers of stages, ranks or microbatches."""
+
+
+class StrategyFileError(PiperError):
+    """A strategy file is malformed."""
+
+
+class PlanError(PiperError):
+    """A plan file is malformed or from another version."""
+
+
+class VerificationError(PiperError):
+    """A plan violates an invariant and must not be run."""
+
+
+class ConfigError(PiperError):
+    """A configuration or data file is missing, unreadable or malformed."""
+
+
+class StateError(PiperError):
+    """Model or optimizer state does not fit the model."""
+
+
+class BatchError(PiperError):
+    """A batch does not fit the captured model or the strategy."""
+
+
+class RunError(PiperError):
+    """A step failed on a device."""
+
+
+class CommunicationError(RunError):
+    """A message was lost, malformed, or its peer is gone: usually a consequence of another failure."""
+
+
+class AbortedError(CommunicationError):
+    """This device stopped because another one failed first."""
+
+
+class CheckError(PiperError):
+    """A strategy does not compute what single-process training computes."""
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the closest of *words*, or an empty string."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

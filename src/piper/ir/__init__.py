@@ -1,0 +1,1 @@
+"""The intermediate representation: chunk bodies and the training DAG. Free of torch."""

@@ -1,0 +1,30 @@
+"""The core of a training DAG: its chunks as if nothing had been derived yet."""
+
+from msgspec.structs import replace
+
+from piper.ids import NodeId, ValueId
+from piper.ir.dag import Chunk, Comm, Dag, Value
+from piper.ops.p2p import Transfer
+
+
+def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
+    """The core chunks, each reading the values that its producers made and not transferred copies of them."""
+    origin = {
+        node.outputs[0]: node.inputs[0]
+        for node in dag.nodes.values()
+        if isinstance(node, Comm) and isinstance(node.work, Transfer)
+    }
+    chunks: dict[NodeId, Chunk] = {}
+    for chunk in dag.chunks():
+        if chunk.derived:
+            continue
+        if any(v in origin for v in chunk.inputs):
+            chunk = replace(chunk, inputs=tuple(origin.get(v, v) for v in chunk.inputs))
+        chunks[chunk.id] = chunk
+    return chunks
+
+
+def core_values(dag: Dag) -> dict[ValueId, Value]:
+    """The values that no derived node makes."""
+    derived = {v for node in dag.nodes.values() if node.derived for v in node.outputs}
+    return {v: value for v, value in dag.values.items() if v not in derived}

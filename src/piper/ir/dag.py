@@ -1,0 +1,315 @@
+"""The training DAG: one training step as compute chunks and communications over named values.
+
+The DAG is *SPMD over device groups*: a node placed on a group of n devices stands for n executions, one
+per device, each on its own microbatches. A value lives on the devices of its producer.
+
+Two kinds of node. A :class:`Chunk` computes: it calls a body, sums gradient contributions, or updates
+parameters. A :class:`Comm` communicates within each of its device groups. Two kinds of edge: *data*
+(a value's producer before its consumers, implied by ``inputs`` and ``outputs``) and *order*
+(:class:`OrderEdge`). The DAG is immutable; ``piper.ir.edit`` is the only way to change it.
+
+*Core* nodes are the chunks that capture made and directives copied. *Derived* nodes (transfers, sums,
+reductions, updates) follow from the core nodes' placement and are made by ``piper.ir.derive``.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import TypeAlias
+
+import msgspec
+
+from piper.ids import COMPUTE, BodyId, DeviceId, NodeId, Stream, ValueId
+from piper.ir.body import Body, TensorSpec
+from piper.ops.base import Work
+
+DeviceGroup: TypeAlias = tuple[DeviceId, ...]
+Tags: TypeAlias = tuple[tuple[str, int], ...]
+
+
+class Pass(StrEnum):
+    """Which part of the step a node belongs to."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "BI"
+    BACKWARD_WEIGHT = "BW"
+    UPDATE = "UPDATE"
+
+
+class Role(StrEnum):
+    """Where a value comes from or what it is for."""
+
+    PARAMETER = "parameter"  # state; named by the user's parameter
+    BUFFER = "buffer"  # state at the start of the step; named by the user's buffer
+    INPUT = "input"  # a batch leaf, rows of one microbatch
+    SEED = "seed"  # gradient of the step's loss with respect to one microbatch's loss
+    ACTIVATION = "activation"  # anything else that a chunk made
+    CONTRIBUTION = "contribution"  # one chunk's part of a parameter's gradient
+    TOTAL = "total"  # a sum of contributions, or of loss weights
+
+
+SOURCES = frozenset({Role.PARAMETER, Role.BUFFER, Role.INPUT, Role.SEED})
+"""Roles of values that no node produces."""
+
+
+STATE = frozenset({Role.PARAMETER, Role.BUFFER, Role.SEED})
+"""Roles of values that exist before the step and after it."""
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A named tensor.
+
+    ``name`` is the parameter's, buffer's or batch leaf's; a contribution or total carries its
+    parameter's. ``microbatch`` is, for an INPUT, the microbatch whose rows it holds (0 before any split).
+    """
+
+    id: ValueId
+    spec: TensorSpec
+    role: Role
+    name: str = ""
+    microbatch: int = 0
+
+
+class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
+    """A compute node. ``devices`` is ``None`` until it is placed.
+
+    ``tags`` is the region path, outermost first, followed by the split dimensions, for instance
+    ``(("PP", 1), ("EP", 3), ("MB", 0))``. ``p2p_stream`` carries its values to other
+    groups (``None``: the default). ``replication`` is the index of the :class:`Replication` that claims it, or ``None``.
+    """
+
+    id: NodeId
+    tags: Tags
+    pass_: Pass
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
+    work: Work
+    devices: DeviceGroup | None = None
+    stream: Stream = COMPUTE
+    p2p_stream: Stream | None = None
+    replication: int | None = None
+    derived: bool = False
+
+    @property
+    def label(self) -> str:
+        """For people: ``F PP=1 MB=0``."""
+        return _label(self.pass_, self.work, self.tags)
+
+    @property
+    def participants(self) -> DeviceGroup:
+        """The devices that execute the node."""
+        return self.devices or ()
+
+
+class Comm(msgspec.Struct, frozen=True, tag="comm"):
+    """A communication node: each of ``groups`` communicates among its members, independently.
+
+    ``inputs`` may hold values of several producers; a member contributes those that live on it.
+    """
+
+    id: NodeId
+    tags: Tags
+    pass_: Pass
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
+    work: Work
+    groups: tuple[DeviceGroup, ...]
+    stream: Stream
+    derived: bool = True
+
+    @property
+    def label(self) -> str:
+        """For people: ``all_reduce UPDATE PP=1``."""
+        return _label(self.pass_, self.work, self.tags)
+
+    @property
+    def participants(self) -> DeviceGroup:
+        """All devices that take part."""
+        return tuple(d for group in self.groups for d in group)
+
+
+Node: TypeAlias = Chunk | Comm
+
+
+def _label(pass_: Pass, work: Work, tags: Tags) -> str:
+    words = [] if work.kind in ("call", "update") else [work.kind]
+    return " ".join([*words, pass_.value, *(f"{k}={v}" for k, v in tags)])
+
+
+class OrderEdge(msgspec.Struct, frozen=True):
+    """``before`` runs before ``after``; ``directive`` is the number of the directive that said so (-1: none)."""
+
+    before: NodeId
+    after: NodeId
+    directive: int = -1
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A parameter by its first name; ``aliases`` are the other names of a tied one."""
+
+    name: str
+    spec: TensorSpec
+    requires_grad: bool
+    aliases: tuple[str, ...] = ()
+
+
+class Buffer(msgspec.Struct, frozen=True):
+    """A buffer of the model, or a constant tensor that capture found (``persistent=False``)."""
+
+    name: str
+    spec: TensorSpec
+    persistent: bool
+    aliases: tuple[str, ...] = ()
+
+
+class BatchLeaf(msgspec.Struct, frozen=True):
+    """One tensor of the batch.
+
+    ``name`` is its path, for instance ``inputs[0]``, ``inputs.mask`` or ``targets``; ``index`` its position among the
+    leaves of ``(inputs, targets)``; ``batch_dim`` the dimension that is split (``None``: given whole to each microbatch).
+    """
+
+    name: str
+    index: int
+    spec: TensorSpec
+    batch_dim: int | None
+
+
+class LossKind(StrEnum):
+    """How microbatch losses combine into the step's loss."""
+
+    MEAN = "mean"  # the mean of the microbatch losses
+    WEIGHTED = "weighted"  # sum of losses over sum of weights
+
+
+class Replication(msgspec.Struct, frozen=True):
+    """What a ``Replicate`` asks for the parameters of the chunks that it claims.
+
+    ``bucket_bytes`` bounds one reduction's payload (``None``: one bucket per region).
+    ``buffers`` says which replica's buffers count after the step: ``"first"``, ``"mean"`` or ``None`` (refuse).
+    """
+
+    directive: int
+    bucket_bytes: int | None
+    reduce_stream: Stream
+    buffers: str | None = None
+
+
+class SplitDim(msgspec.Struct, frozen=True):
+    """A dimension made by ``Split``: its tag name and the number of pieces."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Dag:
+    """One training step. Every field is immutable by convention; change it through ``piper.ir.edit``.
+
+    ``batch_symbol`` names the symbol of the microbatch size (``None`` when captured at exactly
+    ``captured_size`` rows); ``guards`` are conditions over it under which the capture holds; ``batch_size`` is the rows
+    of the global batch. ``losses`` (and ``weights``, for a weighted loss) list one value per microbatch.
+    ``contributions`` lists, per parameter, the gradient contributions of all core chunks. ``buffer_updates``
+    gives the final value of each buffer that the forward writes. ``directives`` is the history, as text.
+    """
+
+    nodes: Mapping[NodeId, Node]
+    values: Mapping[ValueId, Value]
+    bodies: Mapping[BodyId, Body]
+    parameters: Mapping[str, Parameter]
+    buffers: Mapping[str, Buffer]
+    batch: tuple[BatchLeaf, ...]
+    batch_size: int
+    batch_symbol: str | None
+    captured_size: int
+    guards: tuple[str, ...]
+    loss_kind: LossKind
+    losses: tuple[ValueId, ...]
+    weights: tuple[ValueId, ...]
+    contributions: Mapping[str, tuple[ValueId, ...]]
+    buffer_updates: Mapping[str, ValueId]
+    order: tuple[OrderEdge, ...] = ()
+    splits: tuple[SplitDim, ...] = ()
+    replications: tuple[Replication, ...] = ()
+    directives: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def producers(self) -> Mapping[ValueId, NodeId]:
+        """The node that makes each produced value."""
+        return {value: node.id for node in self.nodes.values() for value in node.outputs}
+
+    @cached_property
+    def consumers(self) -> Mapping[ValueId, tuple[NodeId, ...]]:
+        """The nodes that read each value, in node order."""
+        readers: dict[ValueId, list[NodeId]] = {}
+        for node in self.nodes.values():
+            for value in dict.fromkeys(node.inputs):
+                readers.setdefault(value, []).append(node.id)
+        return {value: tuple(nodes) for value, nodes in readers.items()}
+
+    @cached_property
+    def predecessors(self) -> Mapping[NodeId, tuple[NodeId, ...]]:
+        """Nodes that must run before each node: along data edges, order edges, and from each reader of a parameter
+        or buffer to the node that overwrites it."""
+        before: dict[NodeId, dict[NodeId, None]] = {n: {} for n in self.nodes}
+        producers = self.producers
+        for node in self.nodes.values():
+            mine = before[node.id]
+            for value in node.inputs:
+                if (producer := producers.get(value)) is not None:
+                    mine[producer] = None
+        for edge in self.order:
+            before[edge.after][edge.before] = None
+        for writer, readers in self._overwrites():
+            before[writer].update(dict.fromkeys(readers))
+        return {n: tuple(ps) for n, ps in before.items()}
+
+    def _overwrites(self) -> Iterator[tuple[NodeId, list[NodeId]]]:
+        readers: dict[tuple[Role, str], list[NodeId]] = {}
+        for value in self.values.values():
+            if value.role in (Role.PARAMETER, Role.BUFFER):
+                mine = readers.setdefault((value.role, value.name), [])
+                mine.extend(self.consumers.get(value.id, ()))
+        for chunk in self.chunks():
+            for state in chunk.work.overwrites():
+                yield chunk.id, readers.get((Role(state[0]), state[1]), [])
+
+    @cached_property
+    def successors(self) -> Mapping[NodeId, tuple[NodeId, ...]]:
+        """The inverse of :attr:`predecessors`."""
+        after: dict[NodeId, list[NodeId]] = {n: [] for n in self.nodes}
+        for node, before in self.predecessors.items():
+            for predecessor in before:
+                after[predecessor].append(node)
+        return {n: tuple(s) for n, s in after.items()}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per replica."""
+        count = 1
+        for split in self.splits:
+            count *= split.count
+        return count
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas: the common size of all device groups (1 before placement)."""
+        sizes = [len(c.devices) for c in self.chunks() if not c.derived and c.devices]
+        return max(sizes, default=1)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The compute nodes, in node order."""
+        return (n for n in self.nodes.values() if isinstance(n, Chunk))
+
+    def comms(self) -> Iterator[Comm]:
+        """The communication nodes, in node order."""
+        return (n for n in self.nodes.values() if isinstance(n, Comm))
+
+    def microbatch(self, tags: Tags) -> int:
+        """The microbatch number (within one replica) that *tags* name; 0 for an unsplit node."""
+        number, named = 0, dict(tags)
+        for split in self.splits:
+            number = number * split.count + named.get(split.name, 0)
+        return number

@@ -1,0 +1,181 @@
+"""Changes of a training DAG: the only way to make a new one from an old one.
+
+Each function returns an :class:`Edit`: the new DAG and the map from old nodes to the new ones that stand for
+them. Derived nodes are left as they are; ``piper.ir.derive.derive`` remakes them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from msgspec.structs import replace as replace_struct
+
+from piper.errors import SplitError
+from piper.ids import NodeId, ValueId
+from piper.ir.core import core_chunks, core_values
+from piper.ir.dag import (
+    SOURCES,
+    Chunk,
+    Dag,
+    Node,
+    OrderEdge,
+    Replication,
+    Role,
+    SplitDim,
+    Value,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The result of a change. ``remap`` has an entry for each old node that was replaced by others; a node without
+    an entry is unchanged in identity."""
+
+    dag: Dag
+    remap: Mapping[NodeId, tuple[NodeId, ...]]
+
+
+def replace_nodes(dag: Dag, changed: Mapping[NodeId, Chunk]) -> Edit:
+    """Exchange nodes for changed versions of themselves."""
+    nodes: dict[NodeId, Node] = {**dag.nodes, **changed}
+    return Edit(replace(dag, nodes=nodes), {})
+
+
+def add_replication(dag: Dag, replication: Replication, changed: Mapping[NodeId, Chunk]) -> Edit:
+    """Record a replication and exchange the chunks that it claims."""
+    nodes: dict[NodeId, Node] = {**dag.nodes, **changed}
+    return Edit(replace(dag, nodes=nodes, replications=(*dag.replications, replication)), {})
+
+
+def add_order(dag: Dag, edges: Sequence[OrderEdge]) -> Edit:
+    """Add order edges; an edge that exists already keeps its first directive."""
+    known = {(e.before, e.after) for e in dag.order}
+    fresh = tuple(e for e in edges if (e.before, e.after) not in known)
+    return Edit(replace(dag, order=dag.order + fresh), {})
+
+
+def ordered_by_user(dag: Dag, node: NodeId) -> bool:
+    """Whether an order edge touches *node*."""
+    return node in _ordered(dag)
+
+
+def _ordered(dag: Dag) -> frozenset[NodeId]:
+    return frozenset(n for e in dag.order for n in (e.before, e.after)) if dag.order else frozenset()
+
+
+def split_nodes(dag: Dag, chosen: Sequence[NodeId], dim: str, count: int) -> Edit:
+    """*count* copies of the *chosen* core chunks and of the values that they make.
+
+    Batch inputs are divided; parameters and seeds are shared; a buffer that the forward writes passes from each copy to the
+    next. Derived nodes are dropped (they follow from the core).
+    """
+    return _Splitter(dag, chosen, dim, count).split()
+
+
+class _Splitter:
+    def __init__(self, dag: Dag, chosen: Sequence[NodeId], dim: str, count: int) -> None:
+        self.dag, self.chosen, self.dim, self.count = dag, frozenset(chosen), dim, count
+        self.core = list(core_chunks(dag).values())
+        self.next_node = max(dag.nodes, default=-1) + 1
+        self.next_value = max(dag.values, default=-1) + 1
+        self.values: dict[ValueId, Value] = {}
+        self.copies: dict[ValueId, tuple[ValueId, ...]] = {}
+        self.whole_leaves = {leaf.name for leaf in dag.batch if leaf.batch_dim is None}
+
+    def split(self) -> Edit:
+        dag = self.dag
+        if dag.buffer_updates and dag.splits:
+            names = ", ".join(sorted(dag.buffer_updates))
+            raise SplitError(f"a model whose forward writes buffers ({names}) can be split only once")
+        self._check_boundary()
+        made = {v for c in self.core if c.id in self.chosen for v in c.outputs}
+        for value in core_values(dag).values():
+            self.copies[value.id] = self._copies_of(value, made)
+        nodes: dict[NodeId, Node] = {c.id: c for c in self.core if c.id not in self.chosen}
+        remap: dict[NodeId, list[NodeId]] = {}
+        for m in range(self.count):
+            for chunk in self.core:
+                if chunk.id in self.chosen:
+                    copy = self._copy(chunk, m)
+                    nodes[copy.id] = copy
+                    remap.setdefault(chunk.id, []).append(copy.id)
+        return self._finish(nodes, {old: tuple(new) for old, new in remap.items()})
+
+    def _finish(self, nodes: dict[NodeId, Node], remap: dict[NodeId, tuple[NodeId, ...]]) -> Edit:
+        dag = self.dag
+        order = tuple(
+            OrderEdge(a, b, edge.directive)
+            for edge in dag.order
+            for a, b in _copied_edge(edge, remap)
+            if a in nodes and b in nodes
+        )
+        split = replace(
+            dag,
+            nodes=nodes,
+            values=self.values,
+            losses=self._all(dag.losses),
+            weights=self._all(dag.weights),
+            contributions={p: self._all(vs) for p, vs in dag.contributions.items()},
+            buffer_updates={b: self.copies[v][-1] for b, v in dag.buffer_updates.items()},
+            order=order,
+            splits=(*dag.splits, SplitDim(self.dim, self.count)),
+        )
+        return Edit(split, remap)
+
+    def _check_boundary(self) -> None:
+        makers = {v: c for c in self.core for v in c.outputs}
+        for chunk in self.core:
+            for value in chunk.inputs:
+                maker = makers.get(value)
+                if maker and (maker.id in self.chosen) != (chunk.id in self.chosen):
+                    raise SplitError(
+                        f"the filter splits only one of {maker.label!r} and {chunk.label!r}, which reads its result; "
+                        "make the filter match both (usually Split({}, ...))"
+                    )
+
+    def _copies_of(self, value: Value, made: set[ValueId]) -> tuple[ValueId, ...]:
+        divided = value.role is Role.INPUT and value.name not in self.whole_leaves
+        if not divided and value.id not in made:
+            self.values[value.id] = value
+            return (value.id,) * self.count
+        ids: list[ValueId] = []
+        for m in range(self.count):
+            new = ValueId(self.next_value)
+            self.next_value += 1
+            number = value.microbatch * self.count + m if divided else value.microbatch
+            self.values[new] = replace_struct(value, id=new, microbatch=number)
+            ids.append(new)
+        return tuple(ids)
+
+    def _copy(self, chunk: Chunk, m: int) -> Chunk:
+        new = NodeId(self.next_node)
+        self.next_node += 1
+        return replace_struct(
+            chunk,
+            id=new,
+            tags=(*chunk.tags, (self.dim, m)),
+            inputs=tuple(self._input(v, m) for v in chunk.inputs),
+            outputs=tuple(self.copies[v][m] for v in chunk.outputs),
+        )
+
+    def _input(self, value: ValueId, m: int) -> ValueId:
+        info = self.dag.values[value]
+        if m and info.role is Role.BUFFER and info.name in self.dag.buffer_updates:
+            return self.copies[self.dag.buffer_updates[info.name]][m - 1]
+        return self.copies[value][m]
+
+    def _all(self, values: Iterable[ValueId]) -> tuple[ValueId, ...]:
+        return tuple(copy for v in values for copy in self.copies[v])
+
+
+def _copied_edge(
+    edge: OrderEdge, remap: Mapping[NodeId, tuple[NodeId, ...]]
+) -> Iterable[tuple[NodeId, NodeId]]:
+    befores, afters = remap.get(edge.before, (edge.before,)), remap.get(edge.after, (edge.after,))
+    if len(befores) == len(afters):
+        return zip(befores, afters)
+    return [(a, b) for a in befores for b in afters]
+
+
+def is_source(value: Value) -> bool:
+    """Whether no node produces the value."""
+    return value.role in SOURCES

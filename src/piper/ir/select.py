@@ -1,0 +1,128 @@
+"""Filters: which nodes a directive speaks of.
+
+A filter maps tag names to an index, a list of indices, ``"*"`` (any index) or ``None`` (node without that
+tag). ``PASS`` and ``COMM`` are tags too: ``{"PP": 0, "PASS": "F"}``, ``{"COMM": "all_reduce"}``. ``{}`` matches all.
+A filter without ``COMM`` matches compute nodes only.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
+from typing import TypeAlias
+
+from piper.errors import FilterError, nearest
+from piper.ids import NodeId
+from piper.ir.dag import Comm, Dag, Node, Pass
+
+FilterValue: TypeAlias = int | str | list[int] | list[str] | None
+Filter: TypeAlias = Mapping[str, FilterValue]
+_Scalar: TypeAlias = int | str | None
+
+PASS, COMM, ANY = "PASS", "COMM", "*"
+
+_HALVES = (Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
+
+
+class Selector:
+    """Finds the nodes of one DAG that match filters; each filter costs a dictionary look-up."""
+
+    def __init__(self, dag: Dag) -> None:
+        self._dag = dag
+        self._tags = {n.id: _all_tags(n) for n in dag.nodes.values()}
+        self._tables: dict[tuple[str, ...], dict[tuple[_Scalar, ...], list[NodeId]]] = {}
+        self._known: dict[str, set[int]] = {}
+        for node in dag.nodes.values():
+            for name, index in node.tags:
+                self._known.setdefault(name, set()).add(index)
+
+    def find(self, filter_: Filter, where: Callable[[Node], bool] | None = None) -> list[NodeId]:
+        """The matching nodes in node order; derived compute nodes match only if the filter says ``UPDATE``.
+
+        Raises :class:`FilterError` if a region, index or microbatch of the filter exists nowhere. A pass that a region does not
+        have matches nothing.
+        """
+        self._check(filter_)
+        names = tuple(sorted(filter_))
+        table = self._table(names)
+        found: list[NodeId] = []
+        for values in product(*(_alternatives(name, filter_[name]) for name in names)):
+            found.extend(table.get(values, ()))
+        unique = sorted(set(found)) if len(found) > 1 else found
+        nodes = self._dag.nodes
+        return [n for n in unique if where is None or where(nodes[n])]
+
+    def _table(self, names: tuple[str, ...]) -> dict[tuple[_Scalar, ...], list[NodeId]]:
+        if names not in self._tables:
+            table: dict[tuple[_Scalar, ...], list[NodeId]] = {}
+            for node, tags in self._tags.items():
+                if (COMM in tags) != (COMM in names):
+                    continue
+                for key in product(*(_keys(tags.get(name)) for name in names)):
+                    table.setdefault(key, []).append(node)
+            self._tables[names] = table
+        return self._tables[names]
+
+    def _check(self, filter_: Filter) -> None:
+        for name, value in filter_.items():
+            if name == PASS:
+                _check_words(name, value, [p.value for p in Pass])
+            elif name == COMM:
+                _check_words(name, value, sorted({n.work.kind for n in self._dag.comms()}))
+            else:
+                self._check_tag(filter_, name, value)
+
+    def _check_tag(self, filter_: Filter, name: str, value: FilterValue) -> None:
+        if value is None:
+            return
+        if name not in self._known:
+            raise FilterError(
+                f"filter {dict(filter_)} names tag {name!r}, which no node has"
+                f"{nearest(name, self._known)}; tags: {self.describe_tags()}"
+            )
+        for index in value if isinstance(value, list) else [value]:
+            if index != ANY and index not in self._known[name]:
+                raise FilterError(
+                    f"filter {dict(filter_)}: no node has {name}={index!r}; {self.describe_tags()}"
+                )
+
+    def describe_tags(self) -> str:
+        """The tags of the DAG with their indices, for error messages."""
+        if not self._known:
+            return "the model has no annotated region (use piper.annotate or piper.annotate_module)"
+        return ", ".join(f"{name} {_ranges(found)}" for name, found in sorted(self._known.items()))
+
+
+def _all_tags(node: Node) -> dict[str, _Scalar]:
+    tags: dict[str, _Scalar] = dict(node.tags)
+    tags[PASS] = node.pass_.value
+    if isinstance(node, Comm):
+        tags[COMM] = node.work.kind
+    return tags
+
+
+def _keys(value: _Scalar) -> tuple[_Scalar, ...]:
+    """What a node's tag value answers to."""
+    if value is None:
+        return (None,)
+    if value in (Pass.BACKWARD_INPUT.value, Pass.BACKWARD_WEIGHT.value):
+        return (value, Pass.BACKWARD.value, ANY)
+    return (value, ANY)
+
+
+def _alternatives(name: str, value: FilterValue) -> Iterable[_Scalar]:
+    return value if isinstance(value, list) else (value,)
+
+
+def _check_words(name: str, value: FilterValue, words: list[str]) -> None:
+    for word in value if isinstance(value, list) else [value]:
+        if word not in (ANY, None) and word not in words:
+            raise FilterError(
+                f"filter value {name}={word!r} is unknown{nearest(str(word), words)}; "
+                f"known: {', '.join(words) or 'none in this DAG'}"
+            )
+
+
+def _ranges(indices: set[int]) -> str:
+    ordered = sorted(indices)
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"{ordered[0]}–{ordered[-1]}"
+    return ", ".join(map(str, ordered))

@@ -1,0 +1,26 @@
+"""Small annotated models for examples, tests and benchmarks.
+
+Each file holds one: ``XConfig``, the module ``X`` and ``x_loss(outputs, targets)``. Region ``PP`` with
+index ``s`` is pipeline stage ``s``; without a capture the annotations do nothing.
+"""
+
+from piper.models.mlp import MLP, MLPConfig, mlp_loss
+from piper.models.multi import Multi, MultiConfig, multi_loss
+from piper.models.transformer import Transformer, TransformerConfig, generate, transformer_loss
+from piper.models.unet import UNet, UNetConfig, unet_loss
+
+__all__ = [
+    "MLP",
+    "MLPConfig",
+    "Multi",
+    "MultiConfig",
+    "Transformer",
+    "TransformerConfig",
+    "UNet",
+    "UNetConfig",
+    "generate",
+    "mlp_loss",
+    "multi_loss",
+    "transformer_loss",
+    "unet_loss",
+]

@@ -1,0 +1,343 @@
+"""What an operation is, at its two levels, and the protocols that it executes against.
+
+At the level of the training DAG an operation is a :class:`Work`: what one node does. At the level of a
+plan it is an :class:`Instruction`: what one device does at one point of one stream. One file of this
+folder per operation holds both; importing the folder registers them by ``kind``.
+
+A device plan is one list of instructions in *issue order*. Each runs on a stream; work on one stream
+runs in issue order; across streams only a ``Wait`` orders. An instruction may *record* an event, its completion.
+The compute stream's instructions are done, on a CPU, when issued; communication is in flight until waited for.
+
+This layer is free of torch: a tensor is an opaque :class:`Tensor`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from piper.dtypes import DType
+from piper.errors import PlanError
+from piper.ids import BodyId, DeviceId, EventId, NodeId, Slot, Stream
+from piper.registry import Registry
+
+def _snake(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+
+CommunicatorId: TypeAlias = str
+"""Name of a communicator: its purpose and members, for instance ``p2p:0>1``."""
+
+
+class Tensor(Protocol):
+    """A device's tensor; only devices, communicators and chunk functions look inside."""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """Shape (bound sizes) and element type of what one message carries."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Handle(Protocol):
+    """Something in flight."""
+
+    def wait(self) -> None:
+        """Block until complete and its results are in place.
+
+        Raises :class:`~piper.errors.CommunicationError` when the peer is gone, the message is malformed or does not
+        have the expected shape and type, or a time limit passes; :class:`~piper.errors.AbortedError` when the run was aborted.
+        """
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+
+class Communicator(Protocol):
+    """Ordered communication among ``size`` members; this process is number ``rank`` of them.
+
+    All calls return at once; completion is the handle's. Buffers belong to the communicator until then.
+    Messages between two members are matched in order. Collectives must be called by all members in one order.
+    Flat means one-dimensional and contiguous.
+    """
+
+    rank: int
+    size: int
+
+    def send(self, tensor: Tensor, peer: int) -> Handle:
+        """Send a tensor (copied: it may be freed or changed as soon as this returns)."""
+
+    def receive(self, message: Message, peer: int) -> tuple[Tensor, Handle]:
+        """Post a receive; the tensor has its contents once the handle completes."""
+
+    def all_reduce(self, flat: Tensor) -> Handle:
+        """Sum over members, in place; every member gets the same bits."""
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Handle:
+        """Concatenate the members' equal flat shards into flat ``out``."""
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor) -> Handle:
+        """Sum flat tensors over members; member i gets the i-th of ``size`` equal parts."""
+
+    def all_to_all(
+        self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Handle:
+        """Send ``in_splits[j]`` elements to member j, receive ``out_splits[i]`` from member i."""
+
+    def broadcast(self, flat: Tensor, root: int) -> Handle:
+        """Copy member ``root``'s tensor to all, in place."""
+
+
+ChunkFunction: TypeAlias = Callable[[Sequence[Tensor], "RandomKey | None"], Sequence[Tensor]]
+"""A body as code: ``(inputs, random key) -> outputs``. Pure."""
+
+
+class RandomKey(msgspec.Struct, frozen=True):
+    """What a chunk's random streams are derived from: the run's seed, the step, the global microbatch, and for each ``rng`` slot of the
+    body the ordinal of its op in the captured graph."""
+
+    seed: int
+    step: int
+    microbatch: int
+    ordinals: tuple[int, ...]
+
+
+class Device(Protocol):
+    """Executes work on streams. One per rank."""
+
+    def flatten(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Tensor:
+        """A new flat tensor holding the elements of *tensors*, one after the other."""
+
+    def unflatten(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
+        """Views of *flat* with the given shapes, one after the other."""
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """A new tensor a + b."""
+
+    def divide_(self, a: Tensor, divisor: int) -> None:
+        """a /= divisor, in place."""
+
+    def add_(self, a: Tensor, b: Tensor) -> None:
+        """a += b, in place."""
+
+    def on_stream(
+        self,
+        stream: Stream,
+        launch: Callable[[], Handle | None],
+        record: EventId | None,
+        *,
+        asynchronous: bool,
+    ) -> Callable[[], None]:
+        """Wrap *launch* so that it runs on *stream* after what was issued there before, and records event *record*.
+
+        An event has happened when everything issued on its stream up to there is complete. *asynchronous*: *launch* returns a handle.
+        Called once per instruction, in issue order, before any closure runs.
+        """
+
+    def waiter(self, stream: Stream, event: EventId) -> Callable[[], None] | None:
+        """A closure that makes *stream* wait for *event*; ``None`` if on this device there is nothing to do."""
+
+    def after_stream(self, stream: Stream) -> Callable[[], None] | None:
+        """A closure that lets what is issued next on *stream* use the results of what was issued there before;
+        ``None`` if the device's streams see to that themselves."""
+
+    def releaser(self, stream: Stream) -> Callable[[Tensor], None] | None:
+        """A function to call on a tensor that *stream* is the last to use, before it is given up; ``None`` if none is needed."""
+
+    def synchronize(self) -> None:
+        """Wait for everything in flight; raise what failed."""
+
+
+class State(Protocol):
+    """The parameters, buffers and optimizer of one device."""
+
+    def update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
+        """Give the named parameters their gradients (each divided by the scalar *scale* if given) and let the optimizer update them.
+        Parameters that are not named are left alone."""
+
+    def write_buffer(self, name: str, value: Tensor) -> None:
+        """Store a buffer's new value (copied in place)."""
+
+
+class StepContext(Protocol):
+    """What varies from step to step."""
+
+    step: int
+    seed: int
+
+    def batch_leaf(self, index: int, microbatch: int) -> Tensor:
+        """The rows of global microbatch number *microbatch* of batch leaf *index*, on the device."""
+
+    def report(self, name: str, microbatch: int, value: Tensor) -> None:
+        """Hand a scalar (a microbatch's loss or loss weight) to the driver. *microbatch* is the global number."""
+
+
+class Runtime(Protocol):
+    """What an instruction may use when it is bound to a device."""
+
+    slots: list[Tensor | None]
+    device: Device
+    state: State
+    context: StepContext
+
+    def function(self, body: BodyId) -> ChunkFunction:
+        """The code of a body, sizes bound."""
+
+    def communicator(self, name: CommunicatorId) -> Communicator:
+        """A communicator of which this device is a member."""
+
+
+class Work(msgspec.Struct, frozen=True, tag_field="kind", tag=_snake):
+    """What a node of the training DAG does. Subclasses are data; ``kind`` is the snake-case class name."""
+
+    @property
+    def kind(self) -> str:
+        """The registered name, for instance ``all_reduce``."""
+        return str(self.__struct_config__.tag)
+
+    def overwrites(self) -> tuple[tuple[str, str], ...]:
+        """Model state that the node changes: pairs of ``parameter`` or ``buffer`` and the name."""
+        return ()
+
+    # The rest concerns communication; a group is the tuple of devices that communicate with each other.
+
+    def consumes(self, position: int) -> bool:
+        """Whether the group's member number *position* contributes the node's inputs."""
+        return True
+
+    def delivers(self, position: int) -> bool:
+        """Whether the node's outputs exist on the group's member number *position*."""
+        return True
+
+    def communicator(self, stream: Stream, group: tuple[DeviceId, ...]) -> CommunicatorId:
+        """The communicator of one group. What may be in flight at once must not share one."""
+        return f"{self.kind}:{stream}:{','.join(str(d) for d in group)}"
+
+    def stream(self, stream: Stream, group: tuple[DeviceId, ...]) -> Stream:
+        """The stream of each member's plan that the node's logical *stream* means for one group."""
+        return stream
+
+    def lower(self, site: "Site") -> "Instruction":
+        """The one instruction that the member at *site* executes for a communication."""
+        raise NotImplementedError
+
+
+class Site(msgspec.Struct, frozen=True):
+    """One member of one group of a communication node, as the planner sees it.
+
+    ``inputs`` and ``outputs`` are the slots of the values that this member contributes and receives, with their messages.
+    """
+
+    node: NodeId
+    stream: Stream
+    record: EventId | None
+    communicator: CommunicatorId
+    group: tuple[DeviceId, ...]
+    position: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    messages: tuple[Message, ...]
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """How an instruction meets its peers.
+
+    ``role`` is ``send``, ``receive`` or the collective's kind; ``members`` are the devices that must meet (for a message: sender,
+    receiver); ``messages`` is what crosses (equal on all sides).
+    """
+
+    communicator: CommunicatorId
+    role: str
+    members: tuple[DeviceId, ...]
+    messages: tuple[Message, ...]
+
+
+class Instruction(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag=_snake):
+    """One instruction of a device plan.
+
+    ``node`` is the DAG node that it came from (-1: none). ``stream`` is where it runs. ``record`` is the event that
+    its completion signals, if anything waits for it.
+    """
+
+    node: NodeId
+    stream: Stream
+    record: EventId | None = None
+
+    # Communication stays in flight after it was issued; all else is complete when its stream gets past it.
+    asynchronous: ClassVar[bool] = False
+
+    @property
+    def op(self) -> str:
+        """The registered name, for instance ``post_receive``."""
+        return str(self.__struct_config__.tag)
+
+    def reads(self) -> tuple[Slot, ...]:
+        """Slots whose contents it uses."""
+        return ()
+
+    def writes(self) -> tuple[Slot, ...]:
+        """Slots that hold a new value once it is complete."""
+        return ()
+
+    def frees(self) -> tuple[Slot, ...]:
+        """Slots that it empties."""
+        return ()
+
+    def rendezvous(self) -> Rendezvous | None:
+        """How it meets its peers; ``None`` for local work."""
+        return None
+
+    def bind(self, runtime: Runtime) -> Callable[[], Handle | None] | None:
+        """Code that issues it, closed over *runtime*; ``None`` when there is nothing to do on this device."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One line for people and golden files, without stream and event."""
+        raise NotImplementedError
+
+
+WORKS: Registry[type[Work]] = Registry("work", PlanError)
+INSTRUCTIONS: Registry[type[Instruction]] = Registry("instruction", PlanError)
+
+
+W = TypeVar("W", bound=type[Work])
+I = TypeVar("I", bound=type[Instruction])
+
+
+def work(cls: W) -> W:
+    """Class decorator: register a kind of work."""
+    WORKS.add(_snake(cls.__name__), cls)
+    return cls
+
+
+def instruction(cls: I) -> I:
+    """Class decorator: register a kind of instruction."""
+    INSTRUCTIONS.add(_snake(cls.__name__), cls)
+    return cls
+
+
+class Then:
+    """A handle that runs *finish* once, when *handle* has completed."""
+
+    def __init__(self, handle: Handle, finish: Callable[[], None]) -> None:
+        self._handle = handle
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Wait, then finish."""
+        self._handle.wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def done(self) -> bool:
+        """Whether the work itself is complete."""
+        return self._handle.done()
+

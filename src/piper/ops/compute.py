@@ -1,0 +1,71 @@
+"""Run a chunk body."""
+
+from collections.abc import Callable
+
+from piper.ids import BodyId, Slot
+from piper.ops.base import (
+    Handle,
+    Instruction,
+    RandomKey,
+    Runtime,
+    Tensor,
+    Work,
+    instruction,
+    work,
+)
+
+
+@work
+class Call(Work, frozen=True):
+    """The node calls a body. ``rng`` gives, per random slot of the body, the ordinal of that op among the random
+    ops of the captured graph."""
+
+    body: BodyId
+    rng: tuple[int, ...] = ()
+
+
+@instruction
+class Compute(Instruction, frozen=True, kw_only=True):
+    """``outputs = body(inputs)``. ``microbatch`` is the global number, for random streams."""
+
+    body: BodyId
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    microbatch: int
+    rng: tuple[int, ...] = ()
+
+    def reads(self) -> tuple[Slot, ...]:
+        return self.inputs
+
+    def writes(self) -> tuple[Slot, ...]:
+        return self.outputs
+
+    def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
+        function = runtime.function(self.body)
+        slots, context = runtime.slots, runtime.context
+        inputs, outputs, rng, microbatch = self.inputs, self.outputs, self.rng, self.microbatch
+
+        def run() -> None:
+            results = function([_present(slots[i]) for i in inputs], None)
+            for slot, result in zip(outputs, results, strict=True):
+                slots[slot] = result
+
+        def run_random() -> None:
+            key = RandomKey(context.seed, context.step, microbatch, rng)
+            results = function([_present(slots[i]) for i in inputs], key)
+            for slot, result in zip(outputs, results, strict=True):
+                slots[slot] = result
+
+        return run_random if rng else run
+
+    def describe(self) -> str:
+        return f"compute {_names(self.outputs)} = {self.body[:6]}({_names(self.inputs)})"
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
+    return tensor
+
+
+def _names(slots: tuple[Slot, ...]) -> str:
+    return ", ".join(f"%{slot}" for slot in slots)

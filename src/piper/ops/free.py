@@ -1,0 +1,37 @@
+"""Give up values."""
+
+from collections.abc import Callable
+
+from piper.ids import Slot
+from piper.ops.base import Handle, Instruction, Runtime, instruction
+
+
+@instruction
+class Free(Instruction, frozen=True, kw_only=True):
+    """Empty ``slots`` once the stream gets here; their memory is available to later work of that stream."""
+
+    slots: tuple[Slot, ...]
+
+    def frees(self) -> tuple[Slot, ...]:
+        return self.slots
+
+    def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
+        slots, mine = runtime.slots, self.slots
+        release = runtime.device.releaser(self.stream)
+
+        def run() -> None:
+            for slot in mine:
+                slots[slot] = None
+
+        def run_release() -> None:
+            assert release is not None
+            for slot in mine:
+                tensor = slots[slot]
+                assert tensor is not None
+                release(tensor)
+                slots[slot] = None
+
+        return run if release is None else run_release
+
+    def describe(self) -> str:
+        return f"free {', '.join(f'%{slot}' for slot in self.slots)}"

@@ -1,0 +1,32 @@
+"""Hand a microbatch's loss, or its weight, to the driver."""
+
+from collections.abc import Callable
+
+from piper.ids import Slot
+from piper.ops.base import Handle, Instruction, Runtime, instruction
+
+
+@instruction
+class Report(Instruction, frozen=True, kw_only=True):
+    """Report the scalar in ``slot`` as ``name`` (``loss`` or ``weight``) of global microbatch ``microbatch``."""
+
+    name: str
+    slot: Slot
+    microbatch: int
+
+    def reads(self) -> tuple[Slot, ...]:
+        return (self.slot,)
+
+    def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
+        slots, context = runtime.slots, runtime.context
+        name, slot, microbatch = self.name, self.slot, self.microbatch
+
+        def run() -> None:
+            value = slots[slot]
+            assert value is not None
+            context.report(name, microbatch, value)
+
+        return run
+
+    def describe(self) -> str:
+        return f"report {self.name} of microbatch {self.microbatch} = %{self.slot}"

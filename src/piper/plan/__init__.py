@@ -1,0 +1,1 @@
+"""Plans as data: the model, its files, its text."""

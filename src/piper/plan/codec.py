@@ -1,0 +1,210 @@
+"""Plans and DAGs as JSON: a manifest and one file per device. Equal plans give equal bytes.
+
+A field typed as a base class (``Work``, ``Instruction``) is decoded as the union of the registered subclasses, so a new operation needs
+no change here. Unknown fields and other versions are errors that name their path.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TypeVar, Union
+
+import msgspec
+
+import piper.ops  # noqa: F401  (fills the registries)
+from piper.errors import PlanError
+from piper.ids import BodyId, DeviceId, NodeId, ValueId
+from piper.ir.body import Body
+from piper.ir.dag import (
+    BatchLeaf,
+    Buffer,
+    Chunk,
+    Comm,
+    Dag,
+    LossKind,
+    OrderEdge,
+    Parameter,
+    Replication,
+    SplitDim,
+    Value,
+)
+from piper.ops.base import INSTRUCTIONS, WORKS
+from piper.plan.model import VERSION, CommunicatorInfo, DevicePlan, Plan, SlotInfo
+
+_AnyWork = Union[tuple(WORKS.values())]  # type: ignore[valid-type]
+_AnyInstruction = Union[tuple(INSTRUCTIONS.values())]  # type: ignore[valid-type]
+
+T = TypeVar("T")
+
+_STRICT = {"frozen": True, "forbid_unknown_fields": True}
+
+
+class _Chunk(Chunk, tag="chunk", **_STRICT):
+    work: _AnyWork  # type: ignore[assignment]
+
+
+class _Comm(Comm, tag="comm", **_STRICT):
+    work: _AnyWork  # type: ignore[assignment]
+
+
+class _Device(msgspec.Struct, **_STRICT):
+    version: int
+    device: DeviceId
+    slots: tuple[SlotInfo, ...]
+    instructions: tuple[_AnyInstruction, ...]
+
+
+class _Dag(msgspec.Struct, **_STRICT):
+    nodes: tuple[_Chunk | _Comm, ...]
+    values: tuple[Value, ...]
+    bodies: dict[BodyId, Body]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    batch: tuple[BatchLeaf, ...]
+    batch_size: int
+    batch_symbol: str | None
+    captured_size: int
+    guards: tuple[str, ...]
+    loss_kind: LossKind
+    losses: tuple[ValueId, ...]
+    weights: tuple[ValueId, ...]
+    contributions: dict[str, tuple[ValueId, ...]]
+    buffer_updates: dict[str, ValueId]
+    order: tuple[OrderEdge, ...]
+    splits: tuple[SplitDim, ...]
+    replications: tuple[Replication, ...]
+    directives: tuple[str, ...]
+
+
+class _Manifest(msgspec.Struct, **_STRICT):
+    version: int
+    num_devices: int
+    bindings: dict[str, int]
+    microbatch_size: int
+    num_microbatches: int
+    num_replicas: int
+    seed_value: float
+    communicators: tuple[CommunicatorInfo, ...]
+    dag: _Dag
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+_LISTED = ("nodes", "values", "parameters", "buffers")
+
+
+def encode_dag(dag: Dag) -> bytes:
+    """A DAG as JSON."""
+    return msgspec.json.encode(_dag_file(dag))
+
+
+def decode_dag(data: bytes) -> Dag:
+    """The DAG of :func:`encode_dag`'s bytes. Raises :class:`PlanError` if malformed."""
+    return _dag_of(_decode(data, _Dag, "DAG"))
+
+
+def encode_plan(plan: Plan) -> Mapping[str, bytes]:
+    """File name → contents: ``manifest.json`` and ``device-0000.json``, ``device-0001.json``, …"""
+    manifest = {
+        "version": VERSION,
+        **{f.name: getattr(plan, f.name) for f in fields(plan) if f.name != "devices"},
+        "dag": _dag_file(plan.dag),
+    }
+    files = {"manifest.json": msgspec.json.encode(manifest)}
+    for device in plan.devices:
+        contents = {
+            "version": VERSION,
+            "device": device.device,
+            "slots": device.slots,
+            "instructions": device.instructions,
+        }
+        files[_device_file(device.device)] = msgspec.json.encode(contents)
+    return files
+
+
+def decode_plan(files: Mapping[str, bytes]) -> Plan:
+    """The plan of :func:`encode_plan`'s files. Raises :class:`PlanError` if a file is missing or malformed."""
+    manifest = _decode(_file(files, "manifest.json"), _Manifest, "manifest.json")
+    devices: list[DevicePlan] = []
+    for number in range(manifest.num_devices):
+        name = _device_file(number)
+        device = _decode(_file(files, name), _Device, name)
+        devices.append(DevicePlan(device.device, device.slots, device.instructions))
+    return Plan(
+        num_devices=manifest.num_devices,
+        dag=_dag_of(manifest.dag),
+        bindings=manifest.bindings,
+        microbatch_size=manifest.microbatch_size,
+        num_microbatches=manifest.num_microbatches,
+        num_replicas=manifest.num_replicas,
+        seed_value=manifest.seed_value,
+        communicators=manifest.communicators,
+        devices=tuple(devices),
+    )
+
+
+def save_plan(plan: Plan, folder: str | Path) -> None:
+    """Write a plan's files into *folder*, which is made if missing."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    for name, data in encode_plan(plan).items():
+        (path / name).write_bytes(data)
+
+
+def load_plan(folder: str | Path) -> Plan:
+    """Read a plan's files. Raises :class:`PlanError` if there are none or they are malformed."""
+    path = Path(folder)
+    files = {f.name: f.read_bytes() for f in sorted(path.glob("*.json"))}
+    if "manifest.json" not in files:
+        raise PlanError(f"no plan in {path}: expected manifest.json and one device-NNNN.json per device")
+    return decode_plan(files)
+
+
+def _device_file(number: int) -> str:
+    return f"device-{number:04d}.json"
+
+
+def _file(files: Mapping[str, bytes], name: str) -> bytes:
+    if name not in files:
+        raise PlanError(f"plan file {name} is missing; found {', '.join(sorted(files)) or 'nothing'}")
+    return files[name]
+
+
+def _dag_file(dag: Dag) -> dict[str, object]:
+    contents: dict[str, object] = {f.name: getattr(dag, f.name) for f in fields(dag)}
+    for name in _LISTED:
+        contents[name] = list(getattr(dag, name).values())
+    return contents
+
+
+def _dag_of(file: _Dag) -> Dag:
+    contents = {f.name: getattr(file, f.name) for f in fields(Dag)}
+    contents["nodes"] = {NodeId(n.id): _plain(n) for n in file.nodes}
+    contents["values"] = {ValueId(v.id): v for v in file.values}
+    contents["parameters"] = {p.name: p for p in file.parameters}
+    contents["buffers"] = {b.name: b for b in file.buffers}
+    return Dag(**contents)
+
+
+def _plain(node: _Chunk | _Comm) -> Chunk | Comm:
+    cls = Chunk if isinstance(node, _Chunk) else Comm
+    return cls(**{name: getattr(node, name) for name in cls.__struct_fields__})
+
+
+def _decode(data: bytes, cls: type[T], name: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=cls)
+    except msgspec.ValidationError as error:
+        try:
+            found = msgspec.json.decode(data, type=_Version).version
+        except msgspec.MsgspecError:
+            found = VERSION
+        if found != VERSION:
+            raise PlanError(
+                f"{name} has format version {found}, this piper reads version {VERSION}; plan again with this version"
+            ) from error
+        raise PlanError(f"{name}: {error}") from error
+    except msgspec.DecodeError as error:
+        raise PlanError(f"{name} is not JSON: {error}") from error

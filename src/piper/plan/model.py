@@ -1,0 +1,65 @@
+"""The plan: for each device, the instructions of one training step, in issue order.
+
+A plan carries the final training DAG that it implements, so that the verifier can hold one against the
+other, and everything that a worker needs to know about the batch and the model state.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from piper.ids import DeviceId, ValueId
+from piper.ir.dag import Dag, Role
+from piper.ops.base import CommunicatorId, Instruction, Message
+
+VERSION = 1
+"""Format version of plan files; a file of another version is refused."""
+
+
+class SlotInfo(msgspec.Struct, frozen=True):
+    """One entry of a device's value table: the DAG value that it holds, and its bound shape and type.
+
+    Slots with role PARAMETER, BUFFER and SEED are filled before the step and never freed (the plan's *state* slots);
+    ``name`` is the parameter's or buffer's. All others start empty and end empty.
+    """
+
+    value: ValueId
+    role: Role
+    name: str
+    message: Message
+
+
+class DevicePlan(msgspec.Struct, frozen=True):
+    """What one device does in a step."""
+
+    device: DeviceId
+    slots: tuple[SlotInfo, ...]
+    instructions: tuple[Instruction, ...]
+
+
+class CommunicatorInfo(msgspec.Struct, frozen=True):
+    """A communicator that the plan uses; rank i of it is ``members[i]``."""
+
+    name: CommunicatorId
+    members: tuple[DeviceId, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One training step on ``num_devices`` devices.
+
+    ``bindings`` gives each symbol its size. A global batch has ``num_replicas * num_microbatches * microbatch_size`` rows; replica r's microbatch m
+    is global microbatch ``r * num_microbatches + m``. ``seed_value`` is the gradient of the step's loss with respect to
+    one microbatch's loss (1 for a weighted loss, whose gradients are divided by the total weight before the update).
+    """
+
+    num_devices: int
+    dag: Dag
+    bindings: Mapping[str, int]
+    microbatch_size: int
+    num_microbatches: int
+    num_replicas: int
+    seed_value: float
+    communicators: tuple[CommunicatorInfo, ...]
+    devices: tuple[DevicePlan, ...]

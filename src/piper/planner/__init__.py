@@ -1,0 +1,115 @@
+"""The planner: a distributed training DAG becomes one program per device.
+
+``streams`` chooses one total order, ``cut`` walks it and lowers each node on each of its devices, ``receives`` posts
+receives early, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
+"""
+
+from msgspec.structs import replace as replace_struct
+
+from piper.errors import CaptureError, PlacementError, SplitError
+from piper.ids import DeviceId
+from piper.ir.check import check_dag, unplaced
+from piper.ir.dag import Dag, LossKind
+from piper.ir.derive import derive
+from piper.ir.edit import replace_nodes
+from piper.ir.select import Selector
+from piper.ir.symbols import evaluate
+from piper.pausing import collector_paused
+from piper.plan.model import Plan
+from piper.planner.cut import Cutter
+from piper.planner.estimate import Rates, node_seconds
+from piper.planner.streams import total_order
+
+RECEIVE_BYTES = 16 * 1024 * 1024
+
+
+def plan(dag: Dag, *, receive_bytes: int = RECEIVE_BYTES) -> Plan:
+    """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
+
+    ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed.
+
+    A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region that nobody placed or a
+    group that nobody replicates, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a microbatch size
+    for which the captured graph does not hold.
+    """
+    with collector_paused():
+        return _plan(dag, receive_bytes)
+
+
+def _plan(dag: Dag, receive_bytes: int) -> Plan:
+    dag = _placed(dag)
+    _check_claimed(dag)
+    replicas, microbatches = dag.num_replicas, dag.num_microbatches
+    size = _microbatch_size(dag)
+    bindings = {} if dag.batch_symbol is None else {dag.batch_symbol: size}
+    check_guards(dag, size)
+    num_devices = 1 + max(d for node in dag.nodes.values() for d in node.participants)
+    order = total_order(dag, node_seconds(dag, bindings, Rates()))
+    devices, communicators = Cutter(dag, order, bindings, num_devices, receive_bytes).cut()
+    weighted = dag.loss_kind is LossKind.WEIGHTED
+    return Plan(
+        num_devices=num_devices,
+        dag=dag,
+        bindings=bindings,
+        microbatch_size=size,
+        num_microbatches=microbatches,
+        num_replicas=replicas,
+        seed_value=1.0 if weighted else 1.0 / (replicas * microbatches),
+        communicators=communicators,
+        devices=devices,
+    )
+
+
+def check_guards(dag: Dag, size: int) -> None:
+    """Raise :class:`CaptureError` if the captured graph does not hold for microbatches of *size* rows."""
+    if dag.batch_symbol is None:
+        if size != dag.captured_size:
+            raise CaptureError(
+                f"the model's graph was captured for microbatches of exactly {dag.captured_size} rows, found {size}; "
+                f"capture it again with batch_size={size}"
+            )
+        return
+    for guard in dag.guards:
+        if not evaluate(guard, {dag.batch_symbol: size}):
+            raise CaptureError(
+                f"the model's graph was captured under the condition {guard!r}, which does not hold for microbatches "
+                f"of {size} rows ({dag.batch_symbol}={size}); capture it again with batch_size={size}"
+            )
+
+
+def _placed(dag: Dag) -> Dag:
+    missing = unplaced(dag)
+    if not missing:
+        return dag
+    core = [c for c in dag.chunks() if not c.derived]
+    if len(missing) == len(core):
+        changed = {c.id: replace_struct(c, devices=(DeviceId(0),)) for c in core}
+        dag = derive(replace_nodes(dag, changed).dag)
+        check_dag(dag)
+        return dag
+    splits = {s.name for s in dag.splits}
+    regions = sorted({str(dict(t for t in c.tags if t[0] not in splits)) for c in missing})
+    raise PlacementError(
+        f"{len(missing)} of {len(core)} chunks are not placed on any device: regions {', '.join(regions[:8])}; "
+        f"add a Place for them (tags: {Selector(dag).describe_tags()})"
+    )
+
+
+def _check_claimed(dag: Dag) -> None:
+    for chunk in dag.chunks():
+        if not chunk.derived and len(chunk.participants) > 1 and chunk.replication is None:
+            raise PlacementError(
+                f"node {chunk.label!r} is placed on {len(chunk.participants)} devices {list(chunk.participants)}, but nothing "
+                'says how they share it; add Replicate(..., devices="placed")'
+            )
+
+
+def _microbatch_size(dag: Dag) -> int:
+    replicas, microbatches = dag.num_replicas, dag.num_microbatches
+    size, rest = divmod(dag.batch_size, replicas * microbatches)
+    if rest:
+        raise SplitError(
+            f"the batch of {dag.batch_size} rows does not divide into {replicas} replicas × {microbatches} microbatches; "
+            f"choose a batch size that is a multiple of {replicas * microbatches}"
+        )
+    return size

@@ -1,0 +1,44 @@
+"""A registry maps the name of a kind (a directive, a schedule, a device) to the one that implements it."""
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from piper.errors import PiperError, nearest
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T]):
+    """Name → implementation, filled at import time by the files of one folder.
+
+    Looking up an unknown name raises ``error`` with the known names and the nearest one.
+    """
+
+    def __init__(self, kind: str, error: type[PiperError]) -> None:
+        self._kind = kind
+        self._error = error
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, entry: T) -> T:
+        """Register *entry*; a second entry under one name is a bug of the caller."""
+        assert name not in self._entries, f"{self._kind} {name!r} is registered twice"
+        self._entries[name] = entry
+        return entry
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._entries[name]
+        except KeyError:
+            known = ", ".join(sorted(self._entries))
+            raise self._error(
+                f"unknown {self._kind} {name!r}{nearest(name, self._entries)}; known: {known}"
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

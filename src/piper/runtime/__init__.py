@@ -1,0 +1,1 @@
+"""Executing plans: bodies as code, random streams, model state, the interpreter, and the worker around them."""

@@ -1,0 +1,188 @@
+"""Bodies as code: one Python function of straight-line operator calls per (body, sizes, device)."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import CodeType
+from typing import TypeAlias
+
+import torch
+from torch._ops import OpOverload
+
+from piper.devices.tensors import torch_dtype
+from piper.errors import PlanError, nearest
+from piper.ir import body as ir
+from piper.ir.symbols import Expr, evaluate
+from piper.ops.base import RandomKey
+from piper.runtime.random import draw, generator_for
+
+ChunkCode: TypeAlias = Callable[
+    [Sequence[torch.Tensor], RandomKey | None], tuple[torch.Tensor, ...]
+]
+"""``(inputs, random key) -> outputs``. Pure; to be called under ``torch.no_grad()``."""
+
+GETITEM = "operator.getitem"
+
+
+def chunk_function(
+    body: ir.Body, bindings: Mapping[str, int], device: torch.device
+) -> ChunkCode:
+    """The code of *body* with every symbol bound, for tensors on *device*. Cached.
+
+    Raises :class:`PlanError` for an operator that this torch does not have, and :class:`CaptureError` for a random
+    operator that takes no generator.
+    """
+    return _compiled(body, tuple(sorted(bindings.items())), device)
+
+
+@lru_cache(maxsize=4096)
+def _compiled(
+    body: ir.Body, bindings: tuple[tuple[str, int], ...], device: torch.device
+) -> ChunkCode:
+    writer = _Writer(body, dict(bindings), device)
+    source = writer.source()
+    name = f"<piper body {ir.body_id(body)[:12]}>"
+    code: CodeType = compile(source, name, "exec")
+    namespace = dict(writer.constants)
+    exec(code, namespace)  # noqa: S102 (our own text: operator names resolved, literals by repr)
+    function: ChunkCode = namespace["chunk"]  # type: ignore[assignment]  # defined by the source
+    return function
+
+
+def chunk_source(body: ir.Body, bindings: Mapping[str, int], device: torch.device) -> str:
+    """The Python text of :func:`chunk_function`, for people."""
+    return _Writer(body, bindings, device).source()
+
+
+def resolve(target: str) -> Callable[..., object]:
+    """The operator that ``namespace.name.overload`` (or ``operator.getitem``) names.
+
+    Raises :class:`PlanError` when there is none.
+    """
+    if target == GETITEM:
+        return operator.getitem
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.rpartition(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
+    found = getattr(packet, overload, None) if packet is not None else None
+    if isinstance(found, OpOverload):
+        return found
+    known = packet.overloads() if packet is not None else dir(torch.ops.aten)
+    raise PlanError(
+        f"operator {target!r} does not exist in torch {torch.__version__}"
+        f"{nearest(overload if packet is not None else name, known)}; capture the model again with this torch"
+    )
+
+
+class _Writer:
+    """Writes one body; ``constants`` are the names that its text refers to."""
+
+    def __init__(
+        self, body: ir.Body, bindings: Mapping[str, int], device: torch.device
+    ) -> None:
+        self._body = body
+        self._bindings = bindings
+        self._device = device
+        self._names: dict[object, str] = {}
+        self.constants: dict[str, object] = {}
+
+    def source(self) -> str:
+        """The function ``chunk(inputs, key)``."""
+        body = self._body
+        last = self._last_uses()
+        count = len(body.inputs)
+        lines = ["def chunk(inputs, key):"]
+        if any(i in last for i in range(count)):
+            unpack = ", ".join(f"v{i}" if i in last else "_" for i in range(count))
+            lines.append(f"    {unpack}, = inputs")
+        dying: dict[int, list[int]] = {}
+        for ref, position in last.items():
+            dying.setdefault(position, []).append(ref)
+        for position, call in enumerate(body.calls):
+            if count + position not in last:
+                continue  # calls are pure: one that nothing reads does nothing
+            lines.append(f"    v{count + position} = {self._call(call)}")
+            if dead := dying.get(position):
+                lines.append(f"    del {', '.join(f'v{ref}' for ref in sorted(dead))}")
+        outputs = "".join(f"v{ref}, " for ref in body.outputs)
+        lines.append(f"    return ({outputs})")
+        return "\n".join(lines) + "\n"
+
+    def _last_uses(self) -> dict[int, int]:
+        """For every reference that an output needs: the position of the call that reads it last."""
+        count, calls = len(self._body.inputs), self._body.calls
+        last = {ref: len(calls) for ref in self._body.outputs}
+        for position in range(len(calls) - 1, -1, -1):
+            if count + position not in last:
+                continue
+            for ref in ir.call_refs(calls[position]):
+                last.setdefault(ref, position)
+        return last
+
+    def _call(self, call: ir.Call) -> str:
+        arguments = [self._argument(arg) for arg in call.args]
+        if call.target == GETITEM:
+            return f"{arguments[0]}[{arguments[1]}]"
+        arguments += [f"{name}={self._argument(arg)}" for name, arg in call.kwargs]
+        function = self._function(call)
+        if call.rng is None:
+            return f"{function}({', '.join(arguments)})"
+        generator = f"{self._hoist('generator_for', generator_for)}(key, {call.rng}, {self._here()})"
+        return f"{function}({', '.join([generator, *arguments])})"
+
+    def _function(self, call: ir.Call) -> str:
+        overload = resolve(call.target)
+        assert isinstance(overload, OpOverload)
+        name = call.target.replace(".", "_")
+        if call.rng is not None:
+            return self._hoist(name, draw(overload))
+        # The bound builtin: what OpOverload.__call__ forwards to, 0.2 µs sooner.
+        return self._hoist(name, overload._op)  # noqa: SLF001
+
+    def _argument(self, arg: ir.Arg) -> str:
+        match arg:
+            case ir.Ref(index=index):
+                return f"v{index}"
+            case Expr(text=text):
+                return repr(evaluate(text, self._bindings))
+            case ir.Const():
+                return self._hoist(f"{arg.kind}_{arg.text}", self._constant(arg))
+            case ir.Literal():
+                return self._hoist("literal", self._literal(arg), arg)
+            case ir.Sequence(items=items):
+                return f"[{', '.join(self._argument(item) for item in items)}]"
+            case _:
+                return repr(arg)
+
+    def _here(self) -> str:
+        return self._hoist("here", self._device)
+
+    def _constant(self, const: ir.Const) -> object:
+        match const.kind:
+            case "dtype":
+                return torch_dtype(const.text)
+            case "memory_format" | "layout":
+                return getattr(torch, const.text)
+            case "device":
+                return self._device if const.text == "here" else torch.device(const.text)
+            case "float":
+                return float(const.text)
+            case "complex":
+                return complex(const.text)
+            case _:
+                raise PlanError(f"unknown constant {const.kind} {const.text!r} in a chunk body")
+
+    def _literal(self, literal: ir.Literal) -> torch.Tensor:
+        shape = literal.spec.bound(self._bindings).shape
+        dtype = torch_dtype(literal.spec.dtype)
+        return torch.tensor(literal.values, dtype=dtype, device=self._device).reshape(shape)
+
+    def _hoist(self, stem: str, value: object, key: object = None) -> str:
+        """A global name for *value*; equal keys (by default: stems) share one."""
+        key = stem if key is None else key
+        if key not in self._names:
+            safe = "".join(c if c.isalnum() else "_" for c in stem)
+            name = f"{safe}_{len(self._names)}"
+            self._names[key] = name
+            self.constants[name] = value
+        return self._names[key]

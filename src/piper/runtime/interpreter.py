@@ -1,0 +1,198 @@
+"""The interpreter: binds one device's plan to closures and steps through them."""
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias, cast
+
+import torch
+
+from piper.devices.base import TorchDevice
+from piper.devices.tensors import torch_dtype
+from piper.errors import AbortedError, CommunicationError, RunError
+from piper.ids import BodyId, Slot, Stream
+from piper.ir.dag import Role
+from piper.ops.base import (
+    ChunkFunction,
+    Communicator,
+    CommunicatorId,
+    Device,
+    Instruction,
+    State,
+    StepContext,
+    Tensor,
+)
+from piper.plan.model import DevicePlan, Plan, SlotInfo
+from piper.runtime.code import chunk_function
+from piper.runtime.state import ModelState
+
+Closure: TypeAlias = Callable[[], None]
+
+STATE_ROLES = frozenset({Role.PARAMETER, Role.BUFFER, Role.SEED})
+"""Roles of the slots that are filled before the step and never freed."""
+
+
+class Binding:
+    """What instructions see of the device while they are bound. Implements :class:`~piper.ops.base.Runtime`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        num_slots: int,
+        device: TorchDevice,
+        state: ModelState,
+        context: StepContext,
+        communicators: Mapping[CommunicatorId, Communicator],
+    ) -> None:
+        self.slots: list[Tensor | None] = [None] * num_slots
+        # The ops layer is free of torch: its tensors are opaque, ours are torch's.
+        self.device: Device = device
+        self.state: State = cast("State", state)
+        self.context = context
+        self._plan = plan
+        self._torch_device = device.torch_device
+        self._communicators = communicators
+
+    def function(self, body: BodyId) -> ChunkFunction:
+        """The code of a body, sizes bound."""
+        code = chunk_function(self._plan.dag.bodies[body], self._plan.bindings, self._torch_device)
+        return cast("ChunkFunction", code)
+
+    def communicator(self, name: CommunicatorId) -> Communicator:
+        """A communicator of which this device is a member."""
+        return self._communicators[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One closure, and the instruction that it belongs to (for errors)."""
+
+    run: Closure
+    instruction: Instruction
+
+
+class Program:
+    """One device's plan, bound: :meth:`run` executes one training step.
+
+    Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and instruction, with the original
+    as its cause; :class:`CommunicationError` and :class:`AbortedError` keep their class, since they are mostly the
+    consequence of another device's failure.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mine: DevicePlan,
+        device: TorchDevice,
+        state: ModelState,
+        context: StepContext,
+        communicators: Mapping[CommunicatorId, Communicator],
+    ) -> None:
+        self._plan = plan
+        self._mine = mine
+        self._device = device
+        binding = Binding(plan, len(mine.slots), device, state, context, communicators)
+        self._slots = binding.slots
+        for number, info in enumerate(mine.slots):
+            if info.role in STATE_ROLES:
+                self._slots[number] = _initial(info, plan, state, device)
+        self._transient = [n for n, i in enumerate(mine.slots) if i.role not in STATE_ROLES]
+        self._steps = list(_bind(mine.instructions, binding))
+        self._closures = [step.run for step in self._steps]
+
+    def run(self) -> None:
+        """Execute the step; afterwards everything is complete and all slots but the state's are empty."""
+        position = -1
+        try:
+            with torch.no_grad():
+                for position, closure in enumerate(self._closures):  # noqa: B007 (read on failure)
+                    closure()
+                position = len(self._closures)
+                self._device.synchronize()
+        except Exception as error:
+            failure = self._failure(position, error)
+            self._abandon()
+            raise failure from error
+        self._check_empty()
+
+    def _abandon(self) -> None:
+        self._device.abandon()
+        for slot in self._transient:
+            self._slots[slot] = None
+
+    def _check_empty(self) -> None:
+        slots = self._slots
+        full = [slot for slot in self._transient if slots[slot] is not None]
+        assert not full, (
+            f"device {self._mine.device}: slots {full[:10]} are not empty after the step: the verifier should have "
+            f"refused this plan"
+        )
+
+    def _failure(self, position: int, error: Exception) -> RunError:
+        where = f"device {self._mine.device}, at the end of the step"
+        if position < len(self._steps):
+            where = self._where(self._steps[position].instruction)
+        # Without the interpreter's own frame, which says nothing.
+        frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        return failure_class(error)(f"{where}: {type(error).__name__}: {error}\n{text}")
+
+    def _where(self, instruction: Instruction) -> str:
+        device, dag = self._mine.device, self._plan.dag
+        node = dag.nodes.get(instruction.node)
+        parts = [f"device {device}"]
+        if node is not None:
+            parts.append(f"node {node.label}")
+        microbatch = getattr(instruction, "microbatch", None)
+        if microbatch is None and node is not None and dag.splits:
+            microbatch = dag.microbatch(node.tags)
+        if microbatch is not None:
+            parts.append(f"microbatch {microbatch}")
+        return f"{', '.join(parts)}, instruction `{instruction.describe()}`"
+
+
+def failure_class(error: BaseException) -> type[RunError]:
+    """The class in which a worker's failure is reported."""
+    for kind in (AbortedError, CommunicationError):
+        if isinstance(error, kind):
+            return kind
+    return RunError
+
+
+def _initial(
+    info: SlotInfo, plan: Plan, state: ModelState, device: TorchDevice
+) -> torch.Tensor:
+    if info.role is not Role.SEED:
+        return state.tensor(info.name)
+    return torch.full(
+        info.message.shape,
+        plan.seed_value,
+        dtype=torch_dtype(info.message.dtype),
+        device=device.torch_device,
+    )
+
+
+def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
+    """The closures of *instructions*, with the waits that order work within one stream."""
+    device = binding.device
+    flying: dict[Stream, set[Slot]] = {}
+    steps: list[Step] = []
+    for instruction in instructions:
+        stream = instruction.stream
+        written = flying.setdefault(stream, set())
+        touched = chain(instruction.reads(), instruction.writes(), instruction.frees())
+        if written and not written.isdisjoint(touched):
+            written.clear()
+            if (settle := device.after_stream(stream)) is not None:
+                steps.append(Step(settle, instruction))
+        launch = instruction.bind(binding)
+        if launch is None:
+            continue
+        if instruction.asynchronous:
+            written.update(instruction.writes())
+        closure = device.on_stream(
+            stream, launch, instruction.record, asynchronous=instruction.asynchronous
+        )
+        steps.append(Step(closure, instruction))
+    return steps

@@ -1,0 +1,358 @@
+"""The model state of one device: parameters, buffers, and one optimizer over the parameters that it holds.
+
+State belongs to names, not to a plan: any number of plans may use it, and a snapshot loads into any layout.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+from torch.optim import Optimizer
+
+from piper.errors import ConfigError, StateError, nearest
+from piper.ir.body import TensorSpec
+from piper.ir.dag import Buffer, Parameter
+
+ParamsArgument: TypeAlias = list[torch.Tensor] | list[dict[str, object]]
+"""What torch's optimizers take first: parameters, or groups of them with options."""
+
+OptimizerFactory: TypeAlias = Callable[[ParamsArgument], Optimizer]
+
+Weights: TypeAlias = (
+    Mapping[str, torch.Tensor] | Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
+)
+"""Initial tensors by parameter's or buffer's name, or a function that makes those of the given names."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """How each worker makes its optimizer.
+
+    ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``: shell-style patterns over parameter names
+    (any alias of a tied parameter counts). Parameters that no pattern matches form the last group, without options of
+    their own. ``lr_schedule`` maps the step to a factor on every group's learning rate.
+    """
+
+    build: OptimizerFactory
+    param_groups: tuple[Mapping[str, object], ...] | None = None
+    lr_schedule: Callable[[int], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSnapshot:
+    """Optimizer state by parameter name, and each group's options (learning rates before the schedule's factor)."""
+
+    state: dict[str, dict[str, object]]
+    groups: tuple[dict[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSnapshot:
+    """Parameters and buffers by their first names, and the optimizer's state."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    optimizer: OptimizerSnapshot | None = None
+
+
+class ModelState:
+    """Parameters and buffers of one device; the tensors keep their identity for the state's life.
+
+    Raises :class:`StateError` for a tensor that does not have the model's shape or type, :class:`ConfigError` for an
+    optimizer that cannot serve.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        model: Mapping[str, Parameter],
+        optimizer: OptimizerSpec | None,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self.parameters: dict[str, torch.nn.Parameter] = {
+            name: _own(name, tensor, model[name], device) for name, tensor in parameters.items()
+        }
+        self.buffers: dict[str, torch.Tensor] = {
+            name: tensor.detach().to(device, copy=True) for name, tensor in buffers.items()
+        }
+        self._schedule = optimizer.lr_schedule if optimizer is not None else None
+        self._optimizer = self._build(model, optimizer) if optimizer is not None else None
+        self._base_rates = self._rates()
+
+    def begin_step(self, step: int) -> None:
+        """Set the learning rates of *step*."""
+        if self._optimizer is None or self._schedule is None:
+            return
+        factor = self._schedule(step)
+        for group, rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * factor
+
+    def update(self, gradients: Mapping[str, torch.Tensor], scale: torch.Tensor | None) -> None:
+        """Let the optimizer update the named parameters from their gradients, each divided by *scale*.
+
+        Parameters that are not named keep their value and their optimizer state, as in PyTorch.
+        """
+        if self._optimizer is None:
+            raise StateError(
+                "the plan updates parameters, but the trainer has no optimizer; pass optimizer="
+            )
+        parameters = self.parameters
+        try:
+            for name, gradient in gradients.items():
+                parameters[name].grad = gradient if scale is None else gradient / scale
+            self._optimizer.step()
+        finally:
+            for name in gradients:
+                parameters[name].grad = None
+
+    def write_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Copy *value* into the buffer."""
+        self.buffers[name].copy_(value)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The parameter or buffer *name*.
+
+        Raises :class:`StateError` when this device does not hold it.
+        """
+        found = self.parameters.get(name)
+        if found is None:
+            found = self.buffers.get(name)
+        if found is None:
+            raise StateError(
+                f"this device holds no parameter or buffer {name!r}: it was given the state of a plan that does not "
+                f"use it here; place the model in the same way in every plan of a trainer"
+            )
+        return found
+
+    def snapshot(self, names: Iterable[str], *, optimizer: bool) -> StateSnapshot:
+        """Copies, on the CPU, of the named parameters and buffers; with *optimizer* its state for those parameters."""
+        wanted = set(names)
+        parameters = {n: _copy(p) for n, p in self.parameters.items() if n in wanted}
+        buffers = {n: _copy(b) for n, b in self.buffers.items() if n in wanted}
+        state = self._optimizer_snapshot(parameters) if optimizer else None
+        return StateSnapshot(parameters, buffers, state)
+
+    def restore(self, snapshot: StateSnapshot) -> None:
+        """Overwrite what this device holds with the entries of *snapshot*; other entries are ignored."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if name in snapshot.parameters:
+                    parameter.copy_(snapshot.parameters[name])
+            for name, buffer in self.buffers.items():
+                if name in snapshot.buffers:
+                    buffer.copy_(snapshot.buffers[name])
+        if snapshot.optimizer is not None and self._optimizer is not None:
+            self._restore_optimizer(self._optimizer, snapshot.optimizer)
+
+    def _build(self, model: Mapping[str, Parameter], spec: OptimizerSpec) -> Optimizer | None:
+        trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        groups = group_parameters(model, spec.param_groups)
+        if not trained:
+            return None
+        argument: ParamsArgument = list(trained.values())
+        if spec.param_groups is not None:
+            argument = [
+                {**options, "params": [trained[n] for n in names if n in trained]}
+                for names, options in groups
+            ]
+        optimizer = spec.build(argument)
+        _check_optimizer(optimizer)
+        return optimizer
+
+    def _rates(self) -> list[float]:
+        if self._optimizer is None or self._schedule is None:
+            return []
+        return [group["lr"] for group in self._optimizer.param_groups]
+
+    def _optimizer_snapshot(self, names: Iterable[str]) -> OptimizerSnapshot | None:
+        if self._optimizer is None:
+            return None
+        state = self._optimizer.state
+        entries = {
+            name: {key: _copied(value) for key, value in state[self.parameters[name]].items()}
+            for name in names
+            if self.parameters[name] in state
+        }
+        groups = tuple(
+            {key: _copied(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        )
+        for group, rate in zip(groups, self._base_rates, strict=False):
+            group["lr"] = rate
+        return OptimizerSnapshot(entries, groups)
+
+    def _restore_optimizer(self, optimizer: Optimizer, snapshot: OptimizerSnapshot) -> None:
+        if len(snapshot.groups) != len(optimizer.param_groups):
+            raise StateError(
+                f"the saved optimizer has {len(snapshot.groups)} parameter groups, this one has "
+                f"{len(optimizer.param_groups)}; compile with the same param_groups and optimizer"
+            )
+        optimizer.state.clear()
+        for name, parameter in self.parameters.items():
+            if (entries := snapshot.state.get(name)) is not None:
+                optimizer.state[parameter] = {
+                    key: self._placed(key, value) for key, value in entries.items()
+                }
+        for group, options in zip(optimizer.param_groups, snapshot.groups, strict=True):
+            group.update({key: _copied(value) for key, value in options.items()})
+        self._base_rates = self._rates()
+
+    def _placed(self, key: str, value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # torch keeps the step counter on the CPU, in its own type, unless the optimizer is capturable.
+        return value.clone() if key == "step" else value.to(self._device, copy=True)
+
+
+def group_parameters(
+    model: Mapping[str, Parameter], param_groups: Sequence[Mapping[str, object]] | None
+) -> list[tuple[list[str], dict[str, object]]]:
+    """Names and options of each group, in order; the last has the parameters that no pattern matches (if any).
+
+    Raises :class:`ConfigError` for a malformed group, a pattern that matches nothing, and a parameter in two groups.
+    """
+    trained = [p for p in model.values() if p.requires_grad]
+    owner: dict[str, int] = {}
+    groups: list[tuple[list[str], dict[str, object]]] = []
+    for number, entry in enumerate(param_groups or ()):
+        options = {key: value for key, value in entry.items() if key not in ("names", "params")}
+        names: list[str] = []
+        for pattern in _patterns(number, entry):
+            found = [p for p in trained if _matches(p, pattern)]
+            if not found:
+                raise ConfigError(_no_match(number, pattern, model))
+            for parameter in found:
+                if owner.setdefault(parameter.name, number) != number:
+                    raise ConfigError(
+                        f"param_groups[{number}]: parameter {parameter.name!r} is already in "
+                        f"param_groups[{owner[parameter.name]}]; make the patterns disjoint"
+                    )
+                if parameter.name not in names:
+                    names.append(parameter.name)
+        groups.append((names, options))
+    rest = [p.name for p in trained if p.name not in owner]
+    return [*groups, (rest, {})] if rest else groups
+
+
+def _patterns(number: int, entry: Mapping[str, object]) -> list[str]:
+    patterns = entry.get("names")
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
+        raise ConfigError(
+            f'param_groups[{number}] must be {{"names": [pattern, ...], **options}}, found names={patterns!r}'
+        )
+    return list(patterns)
+
+
+def _matches(parameter: Parameter, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in (parameter.name, *parameter.aliases))
+
+
+def _no_match(number: int, pattern: str, model: Mapping[str, Parameter]) -> str:
+    frozen = [p.name for p in model.values() if not p.requires_grad and _matches(p, pattern)]
+    if frozen:
+        return (
+            f"param_groups[{number}]: pattern {pattern!r} matches only parameters that do not require a "
+            f"gradient ({', '.join(frozen[:3])}); leave them out"
+        )
+    return (
+        f"param_groups[{number}]: pattern {pattern!r} matches no parameter{nearest(pattern, model)}; "
+        f"patterns are shell-style, for instance '*.bias'"
+    )
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer= must return a torch.optim.Optimizer, found {type(optimizer).__name__}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} evaluates the loss itself (its step() needs a closure), which a "
+            f"planned step cannot do; use an optimizer whose step() takes no closure"
+        )
+
+
+def _own(
+    name: str, tensor: torch.Tensor, declared: Parameter, device: torch.device
+) -> torch.nn.Parameter:
+    check_tensor("parameter", name, tensor, declared.spec)
+    own = tensor.detach().to(device, copy=True)
+    return torch.nn.Parameter(own, requires_grad=declared.requires_grad)
+
+
+def check_tensor(kind: str, name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
+    """Raise :class:`StateError` unless *tensor* has the shape and type of *spec*."""
+    found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    if found != (spec.shape, spec.dtype.value):
+        raise StateError(
+            f"{kind} {name!r}: expected {spec.dtype}{list(spec.shape)}, found {found[1]}{list(found[0])}"
+        )
+
+
+def check_snapshot(
+    snapshot: StateSnapshot, parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]
+) -> None:
+    """Raise :class:`StateError` unless *snapshot* is a complete state of the model (non-persistent buffers may be absent)."""
+    _check_names("parameter", snapshot.parameters, parameters, set(parameters))
+    required = {name for name, buffer in buffers.items() if buffer.persistent}
+    _check_names("buffer", snapshot.buffers, buffers, required)
+    for name, tensor in snapshot.parameters.items():
+        check_tensor("parameter", name, tensor, parameters[name].spec)
+    for name, tensor in snapshot.buffers.items():
+        check_tensor("buffer", name, tensor, buffers[name].spec)
+    if snapshot.optimizer is not None:
+        _check_names("optimizer state of parameter", snapshot.optimizer.state, parameters, set())
+
+
+def _check_names(
+    kind: str, found: Iterable[str], known: Iterable[str], required: set[str]
+) -> None:
+    names, allowed = set(found), set(known)
+    if unexpected := sorted(names - allowed):
+        hint = nearest(unexpected[0], allowed)
+        raise StateError(f"unexpected {kind} {unexpected[0]!r}{hint} ({len(unexpected)} in all)")
+    if missing := sorted(required - names):
+        raise StateError(f"missing {kind} {missing[0]!r} ({len(missing)} in all)")
+
+
+def to_user_names(
+    tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Parameter] | Mapping[str, Buffer]
+) -> dict[str, torch.Tensor]:
+    """*tensors* under every name that the model registers them by; tied names share one tensor."""
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        named |= dict.fromkeys((name, *entries[name].aliases), tensor)
+    return named
+
+
+def from_user_names(
+    tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Parameter] | Mapping[str, Buffer]
+) -> dict[str, torch.Tensor]:
+    """The inverse of :func:`to_user_names`: by first name; any alias will do. Names of nothing stay as they are.
+
+    Raises :class:`StateError` when aliases of one tensor were given different values.
+    """
+    first = {alias: e.name for e in entries.values() for alias in (e.name, *e.aliases)}
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        canonical = first.get(name, name)
+        other = found.setdefault(canonical, tensor)
+        if other is not tensor and not torch.equal(other, tensor):
+            raise StateError(
+                f"{name!r} and {canonical!r} are one tied tensor of the model, but have different values here"
+            )
+    return found
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copied(value: object) -> object:
+    return _copy(value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,97 @@
+"""What schedules are made of: steps, one order per rank, and the registry of their names."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from piper.directives.order import Order
+from piper.directives.place import Place
+from piper.errors import ScheduleError
+from piper.ir.dag import Pass
+from piper.ir.select import COMM, PASS
+from piper.registry import Registry
+
+
+class Step(NamedTuple):
+    """One stage's work on one microbatch, forward or backward."""
+
+    pass_: Pass
+    stage: int
+    microbatch: int
+
+
+def forward(stage: int, microbatch: int) -> Step:
+    """The forward of *stage* on *microbatch*."""
+    return Step(Pass.FORWARD, stage, microbatch)
+
+
+def backward(stage: int, microbatch: int) -> Step:
+    """The backward of *stage* on *microbatch*."""
+    return Step(Pass.BACKWARD, stage, microbatch)
+
+
+def warm_up_then_alternate(
+    forwards: Sequence[Step], backwards: Sequence[Step], warmup: int
+) -> list[Step]:
+    """*warmup* forwards (at most all), then one of each in turn, then the remaining backwards.
+
+    ``F F F B F B B B`` for four of each and a warm-up of two: what a rank does in every schedule of
+    the 1F1B family.
+    """
+    alternating = len(forwards) - min(warmup, len(forwards))
+    warm, rest = forwards[: len(forwards) - alternating], forwards[len(forwards) - alternating :]
+    pairs = [step for pair in zip(rest, backwards, strict=False) for step in pair]
+    return [*warm, *pairs, *backwards[alternating:]]
+
+
+def order_ranks(
+    ranks: Iterable[Iterable[Step]], stage_tag: str, microbatch_tag: str
+) -> list[Order]:
+    """One :class:`Order` per rank: the sequence in which that rank runs its steps.
+
+    Raises :class:`~piper.errors.ScheduleError` when the two tags are equal or reserved.
+    """
+    if len({stage_tag, microbatch_tag, PASS, COMM}) < 4:
+        raise ScheduleError(
+            f"stage_tag={stage_tag!r} and microbatch_tag={microbatch_tag!r} must differ from each "
+            f"other and from the reserved tags {PASS} and {COMM}"
+        )
+    return [
+        Order(
+            filters=[
+                [{stage_tag: step.stage, microbatch_tag: step.microbatch, PASS: step.pass_.value}]
+                for step in rank
+            ]
+        )
+        for rank in ranks
+    ]
+
+
+def require_positive(schedule: str, **counts: int) -> None:
+    """Raise :class:`~piper.errors.ScheduleError` unless each of *counts* is at least 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ScheduleError(f"{schedule}: {name} must be at least 1, found {count}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A schedule as strategies and config files see it: by name, over a list of device groups.
+
+    ``place(groups, num_virtual_stages, stage_tag)`` puts the stages where ``order(num_ranks,
+    num_virtual_stages, num_microbatches, stage_tag, microbatch_tag)`` assumes them. There are as
+    many ranks as groups; ``num_virtual_stages`` counts per rank, and ``virtual_stages`` says
+    whether it may be more than 1.
+    """
+
+    name: str
+    virtual_stages: bool
+    place: Callable[[Sequence[Sequence[int]], int, str], list[Place]]
+    order: Callable[[int, int, int, str, str], list[Order]]
+
+
+SCHEDULES: Registry[Schedule] = Registry("schedule", ScheduleError)
+"""Every schedule by its name in config files.
+
+An unknown name raises :class:`~piper.errors.ScheduleError` with the nearest.
+"""

@@ -1,0 +1,107 @@
+"""Placements: which device group each stage of a pipeline is on.
+
+A *group* is a list of devices, all of them replicas or shards of one another; a pipeline of R
+groups has R ranks. Groups have equally many devices and share none: a group that holds several
+stages appears once.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from piper.directives.place import Place
+from piper.errors import PlacementError
+
+Groups: TypeAlias = Sequence[Sequence[int]]
+
+
+def chain(groups: Groups, *, stage_tag: str = "PP") -> list[Place]:
+    """Stage s on group s: R stages. For GPipe and 1F1B.
+
+    Raises :class:`~piper.errors.PlacementError` for groups of unequal size or a device that is
+    named twice.
+    """
+    return looped(groups, 1, stage_tag=stage_tag)
+
+
+def looped(groups: Groups, num_virtual_stages: int, *, stage_tag: str = "PP") -> list[Place]:
+    """Stage s on group s mod R: V·R stages, ``num_virtual_stages`` = V of them *per group*.
+
+    For interleaved 1F1B and looped BFS. Raises as :func:`chain`, and for ``num_virtual_stages``
+    below 1.
+    """
+    check_groups(groups)
+    if num_virtual_stages < 1:
+        raise PlacementError(
+            f"num_virtual_stages (stages per group) must be at least 1, found {num_virtual_stages}"
+        )
+    return [
+        Place({stage_tag: stage}, devices=list(groups[stage % len(groups)]))
+        for stage in range(num_virtual_stages * len(groups))
+    ]
+
+
+def v_shape(groups: Groups, *, stage_tag: str = "PP") -> list[Place]:
+    """Stages s and 2·R − 1 − s on group s: 2·R stages that go down the groups and come back up.
+
+    The first and the last stage share a group, and so do the two stages in the middle. For ZB-V and
+    DualPipeV. Raises as :func:`chain`.
+    """
+    check_groups(groups)
+    there_and_back = [*groups, *reversed(groups)]
+    return [
+        Place({stage_tag: stage}, devices=list(group)) for stage, group in enumerate(there_and_back)
+    ]
+
+
+def two_way(
+    groups: Groups, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
+) -> list[Place]:
+    """The first half of the microbatches flows from group 0 to R − 1, the second half back.
+
+    R stages. For microbatches below M/2, stage s is on group s; for the others it is on group
+    R − 1 − s. A group thus holds two stages, and each stage's parameters live on two groups. For
+    DualPipe. Apply it after the ``Split`` that makes the microbatches.
+
+    Raises as :func:`chain`, and unless ``num_microbatches`` is even and at least 2.
+    """
+    check_groups(groups)
+    if num_microbatches < 2 or num_microbatches % 2:
+        legal = sorted({max(2, num_microbatches - 1), max(2, num_microbatches + 1)})
+        raise PlacementError(
+            "two_way: half of the microbatches flows each way, so num_microbatches must be even "
+            f"and at least 2; found {num_microbatches}; nearest: {' or '.join(map(str, legal))}"
+        )
+    half = num_microbatches // 2
+    down, up = list(range(half)), list(range(half, num_microbatches))
+    return [
+        Place({stage_tag: stage, microbatch_tag: microbatches}, devices=list(group))
+        for microbatches, direction in ((down, list(groups)), (up, list(reversed(groups))))
+        for stage, group in enumerate(direction)
+    ]
+
+
+def check_groups(groups: Groups) -> None:
+    """Raise :class:`~piper.errors.PlacementError` for groups that cannot be a pipeline's ranks."""
+    if not groups:
+        raise PlacementError("expected at least one device group, found none")
+    size = len(groups[0])
+    owner: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        if not group:
+            raise PlacementError(f"group {number} has no device; give each group at least one")
+        if len(group) != size:
+            raise PlacementError(
+                f"groups must have equally many devices (one per replica): group 0 has {size}, "
+                f"group {number} has {len(group)}: {[list(g) for g in groups]}"
+            )
+        for device in group:
+            if device < 0:
+                raise PlacementError(f"device {device} in group {number}: devices count from 0")
+            if device in owner:
+                raise PlacementError(
+                    f"device {device} is in group {owner[device]} and in group {number}; name it "
+                    "once (`looped`, `v_shape` and `two_way` put several stages on one group)"
+                    if owner[device] != number
+                    else f"device {device} is named twice in group {number}; name it once"
+                )
+            owner[device] = number

@@ -1,0 +1,1 @@
+"""Training runs from a configuration file: data, metrics, checkpoints and the loop over steps."""

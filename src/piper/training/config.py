@@ -1,0 +1,427 @@
+"""The TOML file of a training run, checked whole before anything starts.
+
+Sections: ``[model]``, ``[data]``, ``[strategy]``, ``[optimizer]``, ``[train]``. Only the strategy has no
+default. Paths in ``data.files`` and ``strategy.file`` are relative to the file's own folder,
+``train.out_dir`` to the current one.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+import torch
+from msgspec import Meta, inspect
+from msgspec.structs import replace
+
+from piper.errors import ConfigError, nearest
+from piper.models.transformer import TransformerConfig
+from piper.training.data import VOCAB_SIZE, TextBatches
+
+Count: TypeAlias = Annotated[int, Meta(ge=1)]
+Index: TypeAlias = Annotated[int, Meta(ge=0)]
+Positive: TypeAlias = Annotated[float, Meta(gt=0)]
+NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
+Fraction: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
+ParamGroups: TypeAlias = Iterable[torch.nn.Parameter] | Iterable[dict[str, object]]
+
+
+class TransformerSection(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="transformer",
+    tag_field="kind",
+):
+    """``[model]``: a decoder-only transformer over bytes.
+
+    *num_stages* (regions named PP) defaults to one per group of the strategy.
+    """
+
+    num_layers: Count = 4
+    width: Count = 256
+    num_heads: Count = 4
+    mlp_ratio: Count = 4
+    dropout: Fraction = 0.0
+    tied_embedding: bool = False
+    num_stages: Count | None = None
+
+
+class DataSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[data]``: text files or glob patterns; none means the Python standard library's source.
+
+    *max_bytes* caps the corpus, *held_out* is the part of it that is never trained on.
+    """
+
+    files: tuple[str, ...] = ()
+    max_bytes: Count = 8_000_000
+    held_out: Annotated[float, Meta(gt=0, le=0.5)] = 0.1
+
+
+class StrategySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[strategy]``: a named pipeline schedule over device groups, or a file of directives.
+
+    *groups*: one list of devices per pipeline rank, the devices of a list being replicas of each
+    other. *zero*: the ZeRO stage, 0 to 3. *bucket_size* in MiB; without it a bucket per region.
+    """
+
+    schedule: str | None = None
+    groups: tuple[tuple[Index, ...], ...] | None = None
+    num_microbatches: Count | None = None
+    zero: Literal[0, 1, 2, 3] | None = None
+    bucket_size: Positive | None = None
+    file: str | None = None
+
+
+class AdamWSection(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="adamw",
+    tag_field="name",
+):
+    """``[optimizer]`` with ``name = "adamw"``, the default."""
+
+    lr: Positive = 1e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.01
+
+    def build(self, params: ParamGroups) -> torch.optim.Optimizer:
+        """The optimizer over *params*."""
+        return torch.optim.AdamW(
+            params, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
+        )
+
+
+class AdamSection(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="adam",
+    tag_field="name",
+):
+    """``[optimizer]`` with ``name = "adam"``; its weight decay is an L2 penalty."""
+
+    lr: Positive = 1e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+
+    def build(self, params: ParamGroups) -> torch.optim.Optimizer:
+        """The optimizer over *params*."""
+        return torch.optim.Adam(
+            params, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
+        )
+
+
+class SGDSection(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag="sgd",
+    tag_field="name",
+):
+    """``[optimizer]`` with ``name = "sgd"``."""
+
+    lr: Positive = 1e-2
+    momentum: Fraction = 0.0
+    nesterov: bool = False
+    weight_decay: NonNegative = 0.0
+
+    def build(self, params: ParamGroups) -> torch.optim.Optimizer:
+        """The optimizer over *params*."""
+        return torch.optim.SGD(
+            params,
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+        )
+
+
+OptimizerSection: TypeAlias = AdamWSection | AdamSection | SGDSection
+MODEL_KINDS = ("transformer",)
+OPTIMIZER_NAMES = ("adamw", "adam", "sgd")
+
+
+class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[train]``: *batch_size* sequences over all replicas, *seq_len* bytes each.
+
+    The held-out loss is taken every *eval_every* steps over *eval_batches* batches. The run ends after
+    *steps* steps or *max_minutes* minutes, whichever comes first.
+    """
+
+    steps: Count = 500
+    batch_size: Count = 16
+    seq_len: Count = 128
+    eval_every: Count = 100
+    eval_batches: Count = 16
+    max_grad_norm: Positive | None = None
+    max_minutes: Positive | None = None
+    seed: Index = 0
+    backend: Literal["ray", "inprocess"] = "ray"
+    out_dir: str = "runs/latest"
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole run, as ``load_config`` returns it."""
+
+    strategy: StrategySection
+    model: TransformerSection = TransformerSection()
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = AdamWSection()
+    train: TrainSection = TrainSection()
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of the model: as given, else one per device group, else one."""
+        if self.model.num_stages is not None:
+            return self.model.num_stages
+        return len(self.strategy.groups) if self.strategy.groups else 1
+
+    def transformer(self) -> TransformerConfig:
+        """The model's sizes; vocabulary, context and stages follow from the other sections.
+
+        Raises:
+            ConfigError: the sizes contradict each other.
+        """
+        return TransformerConfig(
+            vocab_size=VOCAB_SIZE,
+            context=self.train.seq_len,
+            width=self.model.width,
+            num_layers=self.model.num_layers,
+            num_heads=self.model.num_heads,
+            mlp_ratio=self.model.mlp_ratio,
+            dropout=self.model.dropout,
+            tied_embedding=self.model.tied_embedding,
+            num_stages=self.num_stages,
+        )
+
+    def batches(self) -> TextBatches:
+        """The training and held-out batches; no file is read yet."""
+        return TextBatches(
+            batch_size=self.train.batch_size,
+            seq_len=self.train.seq_len,
+            seed=self.train.seed,
+            files=self.data.files,
+            max_bytes=self.data.max_bytes,
+            held_out=self.data.held_out,
+        )
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read and check the TOML file at *path*.
+
+    Raises:
+        ConfigError: the file is missing or not TOML; a field is unknown (with the nearest known one),
+            of the wrong type or out of range (with its path, what was expected and what was found);
+            fields that need or exclude each other.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: expected a TOML configuration file: {error.strerror}"
+        ) from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    _check_finite(path, "", raw)
+    config = _convert(path, raw)
+    _check_strategy(path, config.strategy)
+    _check_optimizer(path, config.optimizer)
+    try:
+        config.transformer()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: [model]: {error}") from error
+    return _relative_to(path.parent, config)
+
+
+def _check_finite(path: Path, field: str, value: object) -> None:
+    """No number of a run may be ``inf`` or ``nan``, though TOML has both."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: {field}: expected a finite number, found {value}")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_finite(path, f"{field}.{name}" if field else str(name), item)
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_finite(path, f"{field}[{index}]", item)
+
+
+def _convert(path: Path, raw: dict[str, object]) -> RunConfig:
+    """*raw* as a ``RunConfig``; errors name *path* and the field."""
+    optimizer = raw.get("optimizer")
+    if isinstance(optimizer, dict):
+        raw = {**raw, "optimizer": {"name": "adamw", **optimizer}}
+    try:
+        return msgspec.convert(raw, RunConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(str(error), raw)}") from error
+
+
+def _explain(message: str, raw: object) -> str:
+    """Msgspec's *message* about *raw* as field path, what was expected and what was found."""
+    problem, _, where = message.partition(" - at `$")
+    steps = re.findall(r"\w+", where)
+    field = where.rstrip("`").lstrip(".")
+    if unknown := re.search(r"unknown field `(.+)`", problem):
+        known = _known_fields(steps, raw)
+        name = unknown[1]
+        place = f"{field}.{name}" if field else name
+        return f"{place}: unknown field{nearest(name, known)}; known here: {', '.join(known)}"
+    if missing := re.search(r"missing required field `(.+)`", problem):
+        return f"{missing[1]}: expected this {'field' if field else 'section'}, found none"
+    found = _found(_lookup(raw, steps))
+    if problem.startswith("Invalid"):
+        allowed = ", ".join(repr(value) for value in _allowed(steps, raw))
+        return f"{field}: expected one of {allowed}, found {found}"
+    expected = problem.removeprefix("Expected ").partition(", got")[0]
+    return f"{field}: expected {_in_toml_words(expected)}, found {found}"
+
+
+_TOML_WORDS = {
+    "`object`": "a section",
+    "`array`": "an array",
+    "`int`": "an integer",
+    "`float`": "a number",
+    "`str`": "a string",
+    "`bool`": "true or false",
+    "`array | null`": "an array",
+    "`int | null`": "an integer",
+    "`float | null`": "a number",
+    "`str | null`": "a string",
+}
+
+
+def _in_toml_words(expected: str) -> str:
+    for name, words in _TOML_WORDS.items():
+        if expected.startswith(name):
+            return words + expected.removeprefix(name)
+    return expected
+
+
+def _found(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return f"an array of {len(value)}: {value!r}"
+    return repr(value)
+
+
+def _lookup(raw: object, steps: list[str]) -> object:
+    for step in steps:
+        if isinstance(raw, dict):
+            raw = raw[step]
+        elif isinstance(raw, list):
+            raw = raw[int(step)]
+    return raw
+
+
+def _type_at(steps: list[str], raw: object) -> inspect.Type:
+    """The declared type at the path *steps*, choosing among tagged sections by the tag in *raw*."""
+    kind = _chosen(inspect.type_info(RunConfig), raw)
+    for step in steps:
+        value = _lookup(raw, [step])
+        if not isinstance(kind, inspect.StructType) or step == kind.tag_field:
+            break
+        fields = {field.encode_name: field.type for field in kind.fields}
+        kind, raw = _chosen(fields[step], value), value
+    return kind
+
+
+def _chosen(kind: inspect.Type, value: object) -> inspect.Type:
+    """Of a union, the member without ``None`` that *value* is tagged as, else the first."""
+    if not isinstance(kind, inspect.UnionType):
+        return kind
+    members = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
+    for member in members:
+        if not isinstance(member, inspect.StructType) or not isinstance(value, dict):
+            continue
+        if member.tag_field is not None and value.get(member.tag_field) == member.tag:
+            return member
+    return members[0]
+
+
+def _known_fields(steps: list[str], raw: object) -> list[str]:
+    kind = _type_at(steps, raw)
+    if not isinstance(kind, inspect.StructType):
+        return []
+    tag = [kind.tag_field] if kind.tag_field is not None else []
+    return tag + [field.encode_name for field in kind.fields]
+
+
+def _allowed(steps: list[str], raw: object) -> list[object]:
+    """The values that the literal or the tag at the path *steps* may take."""
+    kind = _type_at(steps, raw)
+    if isinstance(kind, inspect.LiteralType):
+        return list(kind.values)
+    tags = {"kind": MODEL_KINDS, "name": OPTIMIZER_NAMES}
+    return list(tags[steps[-1]])
+
+
+def _check_strategy(path: Path, strategy: StrategySection) -> None:
+    """Either a file, or a schedule with its groups and number of microbatches."""
+    if (strategy.file is None) == (strategy.schedule is None):
+        found = "neither" if strategy.file is None else "both"
+        raise ConfigError(f"{path}: [strategy]: expected either schedule or file, found {found}")
+    companions = {
+        "groups": strategy.groups,
+        "num_microbatches": strategy.num_microbatches,
+        "zero": strategy.zero,
+        "bucket_size": strategy.bucket_size,
+    }
+    given = [name for name, value in companions.items() if value is not None]
+    if strategy.file is not None and given:
+        raise ConfigError(
+            f"{path}: strategy.{given[0]}: a strategy file already says this; "
+            f"remove {', '.join(given)} or use schedule in place of file"
+        )
+    for name in ("groups", "num_microbatches"):
+        if strategy.file is None and name not in given:
+            raise ConfigError(
+                f"{path}: strategy.{name}: expected a value with schedule, found none"
+            )
+    _check_groups(path, strategy.groups)
+
+
+def _check_groups(path: Path, groups: tuple[tuple[int, ...], ...] | None) -> None:
+    if groups is None:
+        return
+    if not groups or not all(groups):
+        raise ConfigError(
+            f"{path}: strategy.groups: expected at least one device in each group, such as "
+            f"[[0, 1], [2, 3]], found {[list(group) for group in groups]}"
+        )
+    devices = [device for group in groups for device in group]
+    repeated = sorted({device for device in devices if devices.count(device) > 1})
+    if repeated:
+        raise ConfigError(
+            f"{path}: strategy.groups: expected each device once, found {repeated[0]} more than once"
+        )
+
+
+def _check_optimizer(path: Path, optimizer: OptimizerSection) -> None:
+    if isinstance(optimizer, SGDSection) and optimizer.nesterov and optimizer.momentum == 0.0:
+        raise ConfigError(
+            f"{path}: optimizer.nesterov: expected a momentum above 0 with it, found momentum 0"
+        )
+
+
+def _relative_to(folder: Path, config: RunConfig) -> RunConfig:
+    """*config* with the paths that it reads resolved against *folder*."""
+    files = tuple(str(folder / file) for file in config.data.files)
+    strategy = config.strategy
+    if strategy.file is not None:
+        strategy = replace(strategy, file=str(folder / strategy.file))
+    return replace(config, data=replace(config.data, files=files), strategy=strategy)

@@ -1,0 +1,254 @@
+"""Every gradient contribution is summed exactly once before the update that uses it; every copy is updated once.
+
+The plan is executed with symbols for numbers. A contribution is (the DAG value, the device that made it). A sum is
+the multiset of its contributions, written as one integer with eight bits per contribution: adding sums adds
+integers. Beside it goes a digest of how the sum was made, because two copies of a parameter stay bitwise equal only
+if their gradients were added up in the same way.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from piper.ids import Slot, ValueId
+from piper.ir.dag import Dag, LossKind, Role
+from piper.ops.accumulate import Accumulate
+from piper.ops.all_reduce import AllReduceBucket
+from piper.ops.update import OptimizerStep
+from piper.verify.deadlock import Place
+from piper.verify.fidelity import delivered_to
+from piper.verify.trace import Problem, Subject, describe_value
+
+CHECK = "contributions"
+
+_WEIGHT = ""
+"""What the sum of loss weights is a sum for; no parameter has this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up."""
+
+    name: str
+    counts: int
+    history: int
+
+    def plus(self, other: "Total") -> "Total":
+        """The sum of two; addition of two numbers commutes bitwise."""
+        one, two = sorted((self.history, other.history))
+        return Total(self.name, self.counts + other.counts, hash((one, two)))
+
+
+def check_contributions(
+    subject: Subject, completed: Sequence[tuple[Place, ...]]
+) -> Iterator[Problem]:
+    """Problems. *completed* is the order of a complete execution, members of one rendezvous together."""
+    for text in _Symbolic(subject).run(completed):
+        yield Problem(CHECK, text)
+
+
+class _Origins:
+    """The identities of all contributions: a digit per contributing value and device."""
+
+    def __init__(self, dag: Dag) -> None:
+        self.digits: dict[ValueId, tuple[str, int, tuple[int, ...]]] = {}
+        self.full: dict[str, int] = {}
+        self._members: dict[str, list[tuple[ValueId, int]]] = {}
+        sums: list[tuple[str, Iterable[ValueId]]] = [(_WEIGHT, dag.weights)]
+        sums += dag.contributions.items()
+        for name, values in sums:
+            members: list[tuple[ValueId, int]] = []
+            for value in values:
+                devices = delivered_to(dag.nodes[dag.producers[value]])
+                self.digits[value] = (name, len(members), devices)
+                members.extend((value, device) for device in devices)
+            self.full[name] = int.from_bytes(b"\x01" * len(members), "little")
+            self._members[name] = members
+
+    def total(self, value: ValueId, device: int) -> Total:
+        """The sum of one contribution."""
+        name, base, devices = self.digits[value]
+        digit = base + devices.index(device)
+        return Total(name, 1 << (8 * digit), hash((name, digit)))
+
+    def difference(self, dag: Dag, total: Total) -> str:
+        """Which contributions *total* lacks or has more than once."""
+        members = self._members[total.name]
+        counts = total.counts.to_bytes(
+            max(len(members), (total.counts.bit_length() + 7) // 8), "little"
+        )
+        lines = [
+            f"    {'missing' if count == 0 else f'{count} times'}: "
+            f"{describe_value(dag, value)} from device {device}"
+            for (value, device), count in zip(members, counts, strict=False)
+            if count != 1
+        ]
+        return "\n".join(lines[:8] + ([f"    … {len(lines) - 8} more"] if len(lines) > 8 else []))
+
+
+class _Symbolic:
+    """The symbolic execution."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.origins = _Origins(subject.dag)
+        self.totals: list[dict[Slot, Total]] = [{} for _ in subject.traces]
+        self.updated: dict[
+            str, dict[int, tuple[int, int]]
+        ] = {}  # name → device → position, history
+        self.scales: dict[int, int] = {}  # history → position, of any device
+
+    def run(self, completed: Sequence[tuple[Place, ...]]) -> Iterator[str]:
+        digits = self.origins.digits
+        traces = self.subject.traces
+        kinds: Mapping[type, Callable[[int, int], Iterator[str]]] = {
+            Accumulate: self.accumulate,
+            OptimizerStep: self.update,
+        }
+        for places in completed:
+            device, i = places[0]
+            trace = traces[device]
+            if trace.meetings[i] is not None:
+                yield from self.meet(places)
+                continue
+            if (kind := kinds.get(type(trace.instructions[i]))) is not None:
+                yield from kind(device, i)
+                continue
+            for slot in trace.writes[i]:
+                value = trace.values[slot]
+                if value in digits:
+                    self.totals[device][slot] = self.origins.total(value, device)
+        yield from self.copies()
+
+    def accumulate(self, device: int, i: int) -> Iterator[str]:
+        """Add, per total."""
+        instruction = self.subject.traces[device].instructions[i]
+        assert isinstance(instruction, Accumulate)
+        totals = self.totals[device]
+        for slot, left, right in zip(
+            instruction.totals, instruction.left, instruction.right, strict=True
+        ):
+            one, two = totals.get(left), totals.get(right)
+            if one is None or two is None or one.name != two.name:
+                yield (
+                    f"{self.subject.at(device, i)}: {self.subject.slot(device, left)} and "
+                    f"{self.subject.slot(device, right)} are not contributions to one sum"
+                )
+                continue
+            totals[slot] = one.plus(two)
+
+    def meet(self, places: Sequence[Place]) -> Iterator[str]:
+        """What each member of a rendezvous gets."""
+        device, first = places[0]
+        meeting = self.subject.traces[device].meetings[first]
+        assert meeting is not None
+        at = dict(places)
+        given = [
+            [
+                self.totals[member].get(slot)
+                for slot in self.subject.traces[member].reads[at[member]]
+            ]
+            for member in meeting.members
+        ]
+        if all(total is None for totals in given for total in totals):
+            return
+        instruction = self.subject.traces[device].instructions[first]
+        kind = _MEETINGS.get(meeting.role)
+        if kind is None or (isinstance(instruction, AllReduceBucket) and instruction.average):
+            yield f"{self.subject.at(device, first)}: does not pass on sums of contributions"
+            return
+        results = kind(given)
+        if results is None:
+            yield (
+                f"{self.subject.at(device, first)}: the members do not contribute parts of the same "
+                f"sums: {[[t and t.name for t in totals] for totals in given]}"
+            )
+            return
+        for place, position in places:
+            writes = self.subject.traces[place].writes[position]
+            self.totals[place].update(
+                {s: t for s, t in zip(writes, results, strict=False) if t is not None}
+            )
+
+    def update(self, device: int, i: int) -> Iterator[str]:
+        """Compare the sums that an update uses with what they should be."""
+        subject, full = self.subject, self.origins.full
+        instruction = subject.traces[device].instructions[i]
+        assert isinstance(instruction, OptimizerStep)
+        here = subject.at(device, i)
+        scale_history = 0
+        if (instruction.scale is not None) != (subject.dag.loss_kind is LossKind.WEIGHTED):
+            yield (
+                f"{here}: gradients must be divided by the total loss weight exactly when "
+                f"the loss is weighted; this loss is {subject.dag.loss_kind.value}"
+            )
+        elif instruction.scale is not None:
+            scale = self.totals[device].get(instruction.scale)
+            if scale is None or scale.name != _WEIGHT or scale.counts != full[_WEIGHT]:
+                yield self.wrong(here, device, instruction.scale, _WEIGHT, scale)
+            scale_history = scale.history if scale is not None else 0
+        for name, slot in zip(instruction.names, instruction.gradients, strict=True):
+            total = self.totals[device].get(slot)
+            if total is None or total.name != name or total.counts != full.get(name):
+                yield self.wrong(here, device, slot, name, total)
+                continue
+            copies = self.updated.setdefault(name, {})
+            if device in copies:
+                yield f"{here}: parameter {name!r} was updated already by #{copies[device][0]}"
+            copies[device] = (i, hash((total.history, scale_history)))
+
+    def wrong(self, here: str, device: int, slot: Slot, name: str, total: Total | None) -> str:
+        """What is wrong with the sum in *slot*."""
+        wanted = f"the gradient of {name!r}" if name else "the total loss weight"
+        found = f"{here}: {self.subject.slot(device, slot)} should be {wanted}"
+        if total is None:
+            return f"{found}, but is no sum of contributions"
+        if total.name != name:
+            return f"{found}, but is a sum for {total.name or 'the loss weight'!r}"
+        return f"{found}, but\n{self.origins.difference(self.subject.dag, total)}"
+
+    def copies(self) -> Iterator[str]:
+        """Each copy of a parameter that has contributions is updated, all in the same way."""
+        contributions = self.subject.dag.contributions
+        for device in self.subject.plan.devices:
+            for info in device.slots:
+                if info.role is not Role.PARAMETER or not contributions.get(info.name):
+                    continue
+                if device.device not in self.updated.get(info.name, {}):
+                    yield f"device {device.device}: parameter {info.name!r} is never updated"
+        for name, copies in self.updated.items():
+            if len({history for _, history in copies.values()}) > 1:
+                yield (
+                    f"the copies of parameter {name!r} on devices {sorted(copies)} get sums that "
+                    "were added up differently: they would drift apart by rounding"
+                )
+
+
+def _carry(given: list[list[Total | None]]) -> list[Total | None]:
+    """A message or a broadcast: all get what the first member has."""
+    return given[0]
+
+
+def _reduce(given: list[list[Total | None]]) -> list[Total | None] | None:
+    """An all-reduce: output i is the sum of the members' i-th inputs; ``None`` if these do not fit together."""
+    results: list[Total | None] = []
+    if len({len(totals) for totals in given}) != 1:
+        return None
+    for column in zip(*given, strict=True):
+        present = [total for total in column if total is not None]
+        if not present:
+            results.append(None)
+            continue
+        if len(present) < len(column) or len({total.name for total in present}) != 1:
+            return None
+        history = hash(tuple(total.history for total in present))
+        counts = sum(total.counts for total in present)
+        results.append(Total(present[0].name, counts, history))
+    return results
+
+
+_MEETINGS: Mapping[str, Callable[[list[list[Total | None]]], list[Total | None] | None]] = {
+    "send": _carry,
+    "receive": _carry,
+    "all_reduce": _reduce,
+    "broadcast": _carry,
+}

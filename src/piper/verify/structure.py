@@ -1,0 +1,195 @@
+"""Every number in a plan points at something that exists: devices, slots, events, streams, communicators."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from piper.ids import Slot, Stream
+from piper.ir.dag import STATE, LossKind, Role
+from piper.ir.symbols import evaluate
+from piper.ops.accumulate import Accumulate
+from piper.ops.base import CommunicatorId, Instruction, Rendezvous
+from piper.ops.update import OptimizerStep
+from piper.ops.wait import Wait
+from piper.plan.model import CommunicatorInfo, DevicePlan, Plan
+from piper.verify.trace import Messages, Problem, Subject, Trace, describe
+
+CHECK = "structure"
+
+
+def check_structure(plan: Plan) -> tuple[Subject, list[Problem]]:
+    """Unfold *plan*. The subject may be used only if there is no problem."""
+    messages = Messages(plan.dag, plan.bindings)
+    problems = [Problem(CHECK, text) for text in _header(plan)]
+    if problems:
+        return Subject(plan, (), messages), problems
+    communicators = {info.name: info for info in plan.communicators}
+    problems += (Problem(CHECK, text) for text in _communicators(plan))
+    traces = []
+    for device in plan.devices:
+        problems += (Problem(CHECK, text) for text in _slots(plan, device, messages))
+        trace = Trace(
+            device.device,
+            device.instructions,
+            [info.value for info in device.slots],
+            frozenset(Slot(i) for i, s in enumerate(device.slots) if s.role in STATE),
+        )
+        problems += (Problem(CHECK, text) for text in _unfold(plan, trace, communicators))
+        traces.append(trace)
+    return Subject(plan, tuple(traces), messages), problems
+
+
+def _header(plan: Plan) -> Iterator[str]:
+    dag = plan.dag
+    numbers = [d.device for d in plan.devices]
+    if numbers != list(range(plan.num_devices)):
+        yield f"expected device plans 0 to {plan.num_devices - 1} in order, found {numbers}"
+    if plan.num_microbatches != dag.num_microbatches:
+        yield (
+            f"the plan runs {plan.num_microbatches} microbatches per replica, "
+            f"its DAG has {dag.num_microbatches}"
+        )
+    if plan.num_replicas != dag.num_replicas:
+        yield f"the plan has {plan.num_replicas} replicas, its DAG {dag.num_replicas}"
+    pieces = plan.num_microbatches * plan.num_replicas
+    expected = 1.0 if dag.loss_kind is LossKind.WEIGHTED else 1.0 / pieces
+    if plan.seed_value != expected:
+        yield (
+            f"the gradient of the step's loss with respect to one of {pieces} microbatch losses "
+            f"({dag.loss_kind.value}) is {expected}, the plan says {plan.seed_value}"
+        )
+    symbol = dag.batch_symbol
+    if symbol is not None and plan.bindings.get(symbol) != plan.microbatch_size:
+        yield (
+            f"symbol {symbol} is bound to {plan.bindings.get(symbol)}, "
+            f"a microbatch has {plan.microbatch_size} rows"
+        )
+        return
+    for guard in dag.guards:
+        if not evaluate(guard, plan.bindings):
+            yield f"the capture holds only under {guard}, which {dict(plan.bindings)} does not meet"
+
+
+def _communicators(plan: Plan) -> Iterator[str]:
+    names: set[CommunicatorId] = set()
+    for info in plan.communicators:
+        if info.name in names:
+            yield f"communicator {info.name!r} is listed twice"
+        names.add(info.name)
+        members = info.members
+        if len(set(members)) != len(members) or len(members) < 2:
+            yield f"communicator {info.name!r} needs two or more different members, has {members}"
+        if outside := [m for m in members if not 0 <= m < plan.num_devices]:
+            yield f"communicator {info.name!r} has members {outside} outside 0…{plan.num_devices - 1}"
+
+
+def _slots(plan: Plan, device: DevicePlan, messages: Messages) -> Iterator[str]:
+    values = plan.dag.values
+    used: dict[int, int] = {}
+    for i, info in enumerate(device.slots):
+        here = f"device {device.device} slot %{i}"
+        value = values.get(info.value)
+        if value is None:
+            yield f"{here} holds value {info.value}, which the DAG does not have"
+            continue
+        if value.role is not info.role or value.name != info.name:
+            yield (
+                f"{here} says {info.role.value} {info.name!r}, "
+                f"value {info.value} of the DAG is {value.role.value} {value.name!r}"
+            )
+        if info.message != (bound := messages.of(value.spec)):
+            yield f"{here} says {info.message}, value {info.value} of the DAG has {bound}"
+        if (other := used.setdefault(info.value, i)) != i:
+            yield f"{here} and slot %{other} both hold value {info.value}"
+        if value.role is Role.PARAMETER and value.name not in plan.dag.parameters:
+            yield f"{here} holds parameter {value.name!r}, which the DAG does not list"
+        if value.role is Role.BUFFER and value.name not in plan.dag.buffers:
+            yield f"{here} holds buffer {value.name!r}, which the DAG does not list"
+
+
+def _unfold(
+    plan: Plan, trace: Trace, communicators: Mapping[CommunicatorId, CommunicatorInfo]
+) -> Iterator[str]:
+    """Fill the trace's lists; yield what is out of range or malformed."""
+    nodes, num_slots = plan.dag.nodes, len(trace.values)
+    stream_numbers: dict[Stream, int] = {}
+    recorders = trace.recorders
+    for i, instruction in enumerate(trace.instructions):
+        bad: list[str] = []
+        reads, writes, frees = instruction.reads(), instruction.writes(), instruction.frees()
+        meeting = instruction.rendezvous()
+        waits = -1
+        if type(instruction) is Wait:
+            waits = recorders.get(instruction.event, -1)
+            if waits < 0:
+                bad.append(f"event e{instruction.event} is not recorded by an earlier instruction")
+            if instruction.record is not None:
+                bad.append("a wait cannot record an event")
+        elif (event := instruction.record) is not None and recorders.setdefault(event, i) != i:
+            bad.append(f"event e{event} is recorded already by #{recorders[event]}")
+        bad += [
+            f"slot %{slot} does not exist; the device has {num_slots} slots"
+            for slots in (reads, writes, frees)
+            for slot in slots
+            if not 0 <= slot < num_slots
+        ]
+        if len(writes) > 1 and len(set(writes)) != len(writes):
+            bad.append("a slot is written twice")
+        if not instruction.stream:
+            bad.append("the stream has no name")
+        if instruction.node not in nodes and instruction.node != -1:
+            bad.append(f"node {instruction.node} is not in the DAG")
+        if meeting is not None:
+            bad.extend(_meeting(trace.device, meeting, communicators))
+        elif check := _FIELDS.get(type(instruction)):
+            bad.extend(check(instruction))
+        trace.streams.append(stream_numbers.setdefault(instruction.stream, len(stream_numbers)))
+        trace.reads.append(reads)
+        trace.writes.append(writes)
+        trace.frees.append(frees)
+        trace.meetings.append(meeting)
+        trace.waits.append(waits)
+        for text in bad:
+            yield f"device {trace.device} #{i} {describe(plan.dag, instruction)}: {text}"
+    trace.stream_names.extend(stream_numbers)
+
+
+def _meeting(
+    device: int,
+    meeting: Rendezvous,
+    communicators: Mapping[CommunicatorId, CommunicatorInfo],
+) -> Sequence[str]:
+    info = communicators.get(meeting.communicator)
+    if info is None:
+        return [f"communicator {meeting.communicator!r} is not listed in the plan"]
+    if info.members != meeting.members:
+        found = f"the instruction says {meeting.members}"
+        return [f"communicator {info.name!r} has members {info.members}, {found}"]
+    if device not in info.members:
+        return [f"device {device} is not a member of communicator {info.name!r} {info.members}"]
+    end = {"send": 0, "receive": 1}.get(meeting.role)
+    if end is None:
+        return []
+    if len(info.members) != 2:
+        return [f"a message needs a communicator of two, {info.name!r} has {len(info.members)}"]
+    if info.members[end] != device:
+        return [
+            f"communicator {info.name!r} goes {info.members}: device {device} cannot {meeting.role}"
+        ]
+    return []
+
+
+def _accumulate(instruction: Instruction) -> Sequence[str]:
+    assert isinstance(instruction, Accumulate)
+    lengths = (len(instruction.totals), len(instruction.left), len(instruction.right))
+    return [] if len(set(lengths)) == 1 else [f"totals, left and right have lengths {lengths}"]
+
+
+def _update(instruction: Instruction) -> Sequence[str]:
+    assert isinstance(instruction, OptimizerStep)
+    names, parameters, gradients = instruction.names, instruction.parameters, instruction.gradients
+    lengths = (len(names), len(parameters), len(gradients))
+    if len(set(lengths)) != 1:
+        return [f"names, parameters and gradients have lengths {lengths}"]
+    return [] if len(set(names)) == len(names) else ["a parameter is named twice"]
+
+
+_FIELDS = {Accumulate: _accumulate, OptimizerStep: _update}

@@ -1,0 +1,1 @@
+"""Pictures of plans and timelines: text, trace files, HTML."""
