@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from piper.api.strategies import pipeline
+from piper.directives.strategy import dump_strategy
 from piper.errors import ConfigError
 from piper.training.config import AdamWSection, SGDSection, load_config
 
@@ -46,7 +48,6 @@ def test_every_section_is_read(write):
         write(
             STRATEGY
             + """
-zero = 2
 bucket_size = 0.5
 [model]
 kind = "transformer"
@@ -68,7 +69,7 @@ max_minutes = 2.5
 """
         )
     )
-    assert (config.strategy.zero, config.strategy.bucket_size) == (2, 0.5)
+    assert config.strategy.bucket_size == 0.5
     model = config.transformer()
     assert (model.num_layers, model.width, model.num_stages, model.context) == (6, 96, 3, 32)
     assert model.tied_embedding
@@ -163,8 +164,8 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_found(write, text, me
         ("[strategy]", "[strategy]: expected either schedule or file, found neither"),
         (STRATEGY + 'file = "s.json"', "[strategy]: expected either schedule or file, found both"),
         (
-            '[strategy]\nfile = "s.json"\nzero = 1',
-            "strategy.zero: a strategy file already says this",
+            '[strategy]\nfile = "s.json"\nbucket_size = 1',
+            "strategy.bucket_size: a strategy file already says this",
         ),
         (
             '[strategy]\nschedule = "1f1b"',
@@ -186,17 +187,43 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_found(write, text, me
             STRATEGY.replace("[2, 3]", '[2, "a"]'),
             "strategy.groups[1][1]: expected an integer, found 'a'",
         ),
-        (STRATEGY + "zero = 4", "strategy.zero: expected one of 0, 1, 2, 3, found 4"),
+        (
+            STRATEGY.replace('"1f1b"', '"1f1f"'),
+            "[strategy]: unknown schedule '1f1f' (did you mean '1f1b'?)",
+        ),
+        (STRATEGY.replace("[2, 3]", "[2]"), "[strategy]: "),
+        (
+            STRATEGY + "num_virtual_stages = 2",
+            "[strategy]: schedule '1f1b' has one stage per group",
+        ),
+        ('[strategy]\nfile = "gone.json"', "[strategy]: cannot read strategy file"),
     ],
 )
 def test_a_strategy_is_a_schedule_or_a_file(write, text, message):
     assert error(write(text)).startswith(message)
 
 
-def test_paths_are_relative_to_the_file(write):
+def test_a_schedule_becomes_the_directives_of_a_pipeline(write):
+    config = load_config(write(STRATEGY + "bucket_size = 0.5"))
+    expected = pipeline("1f1b", [[0, 1], [2, 3]], 4, bucket_size=0.5)
+    assert config.strategy.directives() == expected
+
+
+def test_virtual_stages_multiply_the_models_stages(write):
+    text = STRATEGY.replace("1f1b", "interleaved_1f1b") + "num_virtual_stages = 2"
+    config = load_config(write(text))
+    assert config.transformer().num_stages == 4
+    expected = pipeline("interleaved_1f1b", [[0, 1], [2, 3]], 4, num_virtual_stages=2)
+    assert config.strategy.directives() == expected
+
+
+def test_a_strategy_file_is_read_from_beside_the_configuration(write):
+    strategy = pipeline("gpipe", [[0], [1]], 2)
     path = write('[strategy]\nfile = "sub/s.json"\n[data]\nfiles = ["*.txt", "/abs/a.txt"]')
+    (path.parent / "sub").mkdir()
+    dump_strategy(strategy, path.parent / "sub" / "s.json")
     config = load_config(path)
-    assert config.strategy.file == str(path.parent / "sub/s.json")
+    assert config.strategy.directives() == strategy
     assert config.data.files == (str(path.parent / "*.txt"), "/abs/a.txt")
 
 

@@ -1,22 +1,42 @@
-"""What the API needs from a backend, and what both backends share.
+"""What the API needs from a backend, and what all backends share.
 
 A backend owns one worker per device. The driver loads plans, gives the workers their state and runs steps;
 whatever a step needs was shipped before it. One driver thread uses a backend at a time.
 """
 
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 import torch
 
-from piper.errors import ConfigError
-from piper.plan.model import Plan
+from piper.errors import (
+    AbortedError,
+    BatchError,
+    CommunicationError,
+    ConfigError,
+    PiperError,
+    RunError,
+    StateError,
+)
+from piper.ir.dag import Role
+from piper.ops.load_input import LoadInput
+from piper.ops.write_buffer import WriteBuffer
+from piper.plan.model import DevicePlan, Plan
 from piper.registry import Registry
-from piper.runtime.batch import Batch, Data, Signature
-from piper.runtime.state import OptimizerSpec, StateSnapshot, Weights
+from piper.runtime.batch import Batch, Data, FixedBatches, Signature, signature
+from piper.runtime.state import (
+    OptimizerSnapshot,
+    OptimizerSpec,
+    StateSnapshot,
+    Weights,
+    check_snapshot,
+    group_parameters,
+)
+from piper.runtime.worker import WorkerRun
 
 PlanKey: TypeAlias = str
 """The driver's name for a loaded plan."""
@@ -62,10 +82,17 @@ class Backend(Protocol):
         Raises :class:`~piper.errors.ConfigError` before any worker is started when there are too few devices.
         """
 
-    def load(self, key: PlanKey, plan: Plan, signature: Signature) -> None:
+    def load(
+        self,
+        key: PlanKey,
+        plan: Plan,
+        signature: Signature,
+        constants: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Ship *plan*, for global batches of *signature*, to all workers under *key* and make it ready to run.
 
-        A plan loaded after ``initialise`` may use only parameters and buffers that its device already holds.
+        *constants* are the values of buffers that this plan alone has (tensors that capture found); they belong to the plan, not
+        to the state. A plan loaded after ``initialise`` may else use only parameters and buffers that its device holds.
         """
 
     def initialise(
@@ -110,3 +137,334 @@ BackendFactory: TypeAlias = Callable[..., Backend]
 
 BACKENDS: Registry[BackendFactory] = Registry("backend", ConfigError)
 """By name; a factory takes the backend's options as keywords."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a worker's call failed: a report that crosses process boundaries. ``kind`` is the class to raise."""
+
+    device: int
+    kind: type[PiperError]
+    message: str
+
+    @property
+    def rank(self) -> int:
+        """Order of causes: real errors, then lost peers, then workers that were told to stop."""
+        if issubclass(self.kind, AbortedError):
+            return 2
+        return 1 if issubclass(self.kind, CommunicationError) else 0
+
+    def error(self) -> PiperError:
+        """The exception to raise on the driver."""
+        return self.kind(self.message)
+
+
+def failure_of(device: int, error: BaseException) -> Failure:
+    """The report of *error*, raised on *device*. Piper's own errors say where they happened."""
+    if isinstance(error, PiperError):
+        return Failure(device, type(error), str(error))
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return Failure(device, RunError, f"device {device}: {type(error).__name__}: {error}\n{text}")
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """The one that explains the others."""
+    return min(failures, key=lambda failure: (failure.rank, failure.device))
+
+
+@dataclass(slots=True)
+class _Known:
+    """A loaded plan, as the driver sees it."""
+
+    plan: Plan
+    signature: Signature
+    constants: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Holdings:
+    """Which device holds which state names, and from which device a snapshot takes each."""
+
+    plan: Plan
+    names: tuple[tuple[str, ...], ...]
+    owned: tuple[tuple[str, ...], ...] = field(default=())
+
+
+class WorkerBackend(ABC):
+    """Implements :class:`Backend` over one :class:`~piper.runtime.worker.Worker` per device.
+
+    A subclass says how workers are started, called and stopped.
+    """
+
+    def __init__(self) -> None:
+        self._num_devices = 0
+        self._known: dict[PlanKey, _Known] = {}
+        self._holdings: _Holdings | None = None
+        self._closed: str | None = "it was not started"
+
+    @abstractmethod
+    def _start(self, num_devices: int) -> None:
+        """Start the workers."""
+
+    @abstractmethod
+    def _call(self, method: str, arguments: Sequence[Mapping[str, object]]) -> list[object]:
+        """Call *method* on every worker, worker i with keywords ``arguments[i]``; the results, by device.
+
+        Raises the root cause when any call fails, after the workers were stopped.
+        """
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Stop the workers, at once. May be called twice."""
+
+    def _share(self, value: object) -> object:
+        """*value* in the form in which several workers' arguments may carry it at the cost of one."""
+        return value
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self, num_devices: int) -> None:
+        """See :class:`Backend`."""
+        if num_devices < 1:
+            raise ConfigError(f"expected at least 1 device, found {num_devices}")
+        assert self._closed is not None, "started twice"
+        try:
+            self._start(num_devices)
+        except BaseException:
+            self._stop()
+            raise
+        self._num_devices = num_devices
+        self._closed = None
+
+    def load(
+        self,
+        key: PlanKey,
+        plan: Plan,
+        signature: Signature,
+        constants: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """See :class:`Backend`."""
+        if plan.num_devices != self._num_devices:
+            raise ConfigError(
+                f"the plan is for {plan.num_devices} devices, the backend has {self._num_devices}; start the backend "
+                f"with as many devices as the strategy names"
+            )
+        shared, own = self._share(plan), dict(constants or {})
+        arguments = [
+            {
+                "key": key,
+                "plan": shared,
+                "signature": signature,
+                "constants": {n: own[n] for n in _state_names(mine) if n in own},
+            }
+            for mine in _by_device(plan)
+        ]
+        self._call_all("load", arguments)
+        self._known[key] = _Known(plan, signature, frozenset(own))
+
+    def initialise(
+        self, key: PlanKey, weights: Weights, optimizer: OptimizerSpec | None = None
+    ) -> None:
+        """See :class:`Backend`."""
+        known = self._known[key]
+        holdings = _holdings(known.plan, known.constants)
+        if optimizer is not None:
+            group_parameters(known.plan.dag.parameters, optimizer.param_groups)
+        if not callable(weights):
+            _check_weights(weights, holdings)
+        self._call_all(
+            "initialise",
+            [
+                {
+                    "key": key,
+                    "weights": self._weights_of(weights, names),
+                    "names": names,
+                    "optimizer": optimizer,
+                }
+                for names in holdings.names
+            ],
+        )
+        self._holdings = holdings
+
+    def run(
+        self,
+        key: PlanKey,
+        data: Data | Sequence[Batch],
+        *,
+        first_step: int,
+        num_steps: int | None = None,
+        seed: int = 0,
+    ) -> RunResult:
+        """See :class:`Backend`."""
+        known = self._known[key]
+        count, stopped, found = 0, None, None
+        source: Data
+        if callable(data):
+            if num_steps is None:
+                raise ConfigError("num_steps is needed when data is a function of the step")
+            count, source = num_steps, data
+        else:
+            count = len(data) if num_steps is None else num_steps
+            if count > len(data):
+                raise BatchError(f"num_steps is {count}, but there are {len(data)} batches")
+            source = FixedBatches(first_step, data)
+            good = next((i for i in range(count) if signature(data[i]) != known.signature), count)
+            if good < count:
+                count, stopped, found = good, first_step + good, signature(data[good])
+        if count == 0:
+            return RunResult((), stopped, found)
+        shared = self._share(source)
+        arguments = [
+            {
+                "key": key,
+                "data": shared if _loads_inputs(mine) else None,
+                "first_step": first_step,
+                "num_steps": count,
+                "seed": seed,
+                "agree": callable(data),
+            }
+            for mine in _by_device(known.plan)
+        ]
+        merged = _merge([_as_run(r) for r in self._call_all("run", arguments)])
+        return merged if stopped is None else RunResult(merged.steps, stopped, found)
+
+    def snapshot(self, *, optimizer: bool = True) -> StateSnapshot:
+        """See :class:`Backend`."""
+        holdings = self._initialised()
+        arguments = [{"names": names, "optimizer": optimizer} for names in holdings.owned]
+        return _merge_snapshots([_as_snapshot(s) for s in self._call_all("snapshot", arguments)])
+
+    def restore(self, snapshot: StateSnapshot) -> None:
+        """See :class:`Backend`."""
+        holdings = self._initialised()
+        dag = holdings.plan.dag
+        check_snapshot(snapshot, dag.parameters, dag.buffers)
+        self._call_all(
+            "restore", [{"snapshot": _part(snapshot, names)} for names in holdings.names]
+        )
+
+    def close(self) -> None:
+        """See :class:`Backend`."""
+        if self._closed is None:
+            self._closed = "it was closed"
+        self._stop()
+
+    def _call_all(self, method: str, arguments: Sequence[Mapping[str, object]]) -> list[object]:
+        if self._closed is not None:
+            raise RunError(f"the backend cannot be used: {self._closed}")
+        try:
+            return self._call(method, arguments)
+        except BaseException as error:
+            first_line = str(error).partition("\n")[0]
+            self._closed = f"it was closed after {type(error).__name__}: {first_line}"
+            self._stop()
+            raise
+
+    def _initialised(self) -> _Holdings:
+        if self._holdings is None:
+            raise StateError("the workers have no state yet; call initialise first")
+        return self._holdings
+
+    def _weights_of(self, weights: Weights, names: Sequence[str]) -> Weights:
+        return weights if callable(weights) else {name: weights[name] for name in names}
+
+
+def _by_device(plan: Plan) -> list[DevicePlan]:
+    return sorted(plan.devices, key=lambda mine: mine.device)
+
+
+def _loads_inputs(mine: DevicePlan) -> bool:
+    return any(isinstance(i, LoadInput) for i in mine.instructions)
+
+
+def _state_names(mine: DevicePlan) -> list[str]:
+    """Parameters and buffers that a device's plan uses, in slot order."""
+    names = [i.name for i in mine.slots if i.role in (Role.PARAMETER, Role.BUFFER)]
+    return list(dict.fromkeys(names))
+
+
+def _holdings(plan: Plan, constants: frozenset[str]) -> _Holdings:
+    devices = _by_device(plan)
+    held = [[n for n in _state_names(mine) if n not in constants] for mine in devices]
+    used = {name for names in held for name in names}
+    model = (*plan.dag.parameters, *plan.dag.buffers)
+    held[0] += [n for n in model if n not in used and n not in constants]
+    # A buffer that the step writes is current where it is written.
+    owner: dict[str, int] = {}
+    for rank, mine in enumerate(devices):
+        for instruction in mine.instructions:
+            if isinstance(instruction, WriteBuffer):
+                owner.setdefault(instruction.name, rank)
+    for rank, names in enumerate(held):
+        for name in names:
+            owner.setdefault(name, rank)
+    owned = tuple(tuple(n for n in held[r] if owner[n] == r) for r in range(len(devices)))
+    return _Holdings(plan, tuple(tuple(names) for names in held), owned)
+
+
+def _check_weights(weights: Mapping[str, torch.Tensor], holdings: _Holdings) -> None:
+    missing = sorted({n for names in holdings.names for n in names if n not in weights})
+    if missing:
+        raise StateError(f"no initial value for {missing[0]!r} ({len(missing)} missing in all)")
+
+
+def _as_run(result: object) -> WorkerRun:
+    assert isinstance(result, WorkerRun)
+    return result
+
+
+def _as_snapshot(result: object) -> StateSnapshot:
+    assert isinstance(result, StateSnapshot)
+    return result
+
+
+def _merge(runs: Sequence[WorkerRun]) -> RunResult:
+    """One result of all devices' reports of the same steps."""
+    steps: list[StepResult] = []
+    for reports in zip(*(run.steps for run in runs), strict=True):
+        values: dict[str, dict[int, float]] = {}
+        for report in reports:
+            for name, by_microbatch in report.values.items():
+                values.setdefault(name, {}).update(by_microbatch)
+        ordered = {name: dict(sorted(values[name].items())) for name in sorted(values)}
+        steps.append(StepResult(reports[0].step, ordered, max(r.seconds for r in reports)))
+    found = next((run.signature for run in runs if run.signature is not None), None)
+    return RunResult(tuple(steps), runs[0].stopped_at, found)
+
+
+def _merge_snapshots(parts: Sequence[StateSnapshot]) -> StateSnapshot:
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    state: dict[str, dict[str, object]] = {}
+    groups: tuple[dict[str, object], ...] | None = None
+    for part in parts:
+        parameters |= part.parameters
+        buffers |= part.buffers
+        if part.optimizer is not None:
+            state |= part.optimizer.state
+            groups = part.optimizer.groups if groups is None else groups
+    optimizer = None if groups is None else OptimizerSnapshot(state, groups)
+    return StateSnapshot(parameters, buffers, optimizer)
+
+
+def _part(snapshot: StateSnapshot, names: Sequence[str]) -> StateSnapshot:
+    """What a device that holds *names* needs of *snapshot*."""
+    wanted = set(names)
+    optimizer = snapshot.optimizer
+    if optimizer is not None:
+        state = {n: s for n, s in optimizer.state.items() if n in wanted}
+        optimizer = OptimizerSnapshot(state, optimizer.groups)
+    return StateSnapshot(
+        {n: t for n, t in snapshot.parameters.items() if n in wanted},
+        {n: t for n, t in snapshot.buffers.items() if n in wanted},
+        optimizer,
+    )

@@ -16,6 +16,13 @@ from piper.ir.body import Arg, Body, Call, Const, DType, Literal, Ref, TensorSpe
 
 Node: TypeAlias = torch.fx.Node
 
+# The graph's views were legal for the strides of its values. A value that comes from another device is
+# contiguous, so a view of it (or of a sunk view of it) may need a copy.
+_STRIDE_FREE = {
+    "aten.view.default": "aten.reshape.default",
+    "aten._unsafe_view.default": "aten.reshape.default",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkCode:
@@ -55,6 +62,8 @@ def chunk_code(
     Sunk nodes are computed again where they are needed; *literals* become constants in place.
     """
     order, inputs = _order(own, outputs, sunk, literals)
+    for node in order:
+        _check_strides(node, inputs)
     index = {node: i for i, node in enumerate((*inputs, *order))}
     randoms = tuple(n for n in order if is_random(n))
     slots = {node: slot for slot, node in enumerate(randoms)}
@@ -79,7 +88,7 @@ def _order(
     def need(node: Node) -> None:
         if node in order or node in inputs or node in literals or is_size(node):
             return
-        if node not in sunk and node not in mine:
+        if node.op != "call_function" or (node not in sunk and node not in mine):
             inputs[node] = None
             return
         for source in node.all_input_nodes:
@@ -91,11 +100,22 @@ def _order(
     return list(order), list(inputs)
 
 
+def _check_strides(node: Node, inputs: Sequence[Node]) -> None:
+    if name(node) != "aten.as_strided.default" or node.args[0] not in inputs:
+        return
+    source = node.args[0].meta["val"]
+    if not source.is_contiguous():
+        raise CaptureError(
+            f"as_strided reads a tensor of shape {tuple(source.shape)} from another region, whose memory "
+            f"layout is not kept between devices; call .contiguous() first, or use view, reshape, unfold"
+        )
+
+
 def _call(node: Node, convert: "_Arguments", slot: int | None) -> Call:
     value = node.meta.get("val")
     results = value if isinstance(value, (tuple, list)) else (value,)
     return Call(
-        target=name(node),
+        target=_STRIDE_FREE.get(name(node), name(node)),
         args=tuple(convert(arg, node) for arg in node.args),
         kwargs=tuple((key, convert(arg, node)) for key, arg in node.kwargs.items()),
         results=tuple(

@@ -195,30 +195,65 @@ class _Regions:
                 self._region[node] = self._region[forward[number]]
 
     def _settle(self, nodes: list[Node]) -> None:
-        """Assign all of *nodes* (one pass): first where neighbours agree, then by the best neighbour."""
+        """Assign all of *nodes* (one pass), the clearest cases first."""
         group = set(nodes)
-        while True:
-            self._agree(nodes, group)
-            unsettled = [n for n in nodes if n not in self._region]
-            if not unsettled:
-                return
-            if not self._choose(unsettled, group):
-                for node in unsettled:
-                    self._region[node] = self._fallback(node)
+        steps = (
+            self._follow_producers,
+            self._follow_consumers,
+            self._stay_between,
+            self._follow_any,
+            self._choose,
+        )
+        while unsettled := [n for n in nodes if n not in self._region]:
+            if any(step(unsettled, group) for step in steps):
+                continue
+            for node in unsettled:
+                self._region[node] = self._fallback(node)
 
-    def _agree(self, nodes: list[Node], group: set[Node]) -> None:
-        changed = True
-        while changed:
-            before = len(self._region)
-            for neighbours, order in ((self._reads, nodes), (self._readers, nodes[::-1])):
-                for node in order:
-                    if node in self._region:
-                        continue
-                    near = [m for m in neighbours[node] if m in group]
-                    found = {self._region.get(m) for m in near}
-                    if len(found) == 1 and (path := found.pop()) is not None:
-                        self._region[node] = path
-            changed = len(self._region) > before
+    def _follow_producers(self, unsettled: list[Node], group: set[Node]) -> bool:
+        """Nodes whose producers are all in one region."""
+        return self._follow(unsettled, self._reads, group)
+
+    def _follow_consumers(self, unsettled: list[Node], group: set[Node]) -> bool:
+        """Nodes whose consumers are all in one region, where the producers have had their say.
+
+        The sum of gradients that come from several regions belongs to the region that wants the sum.
+        """
+        ready = [
+            n for n in unsettled if all(m in self._region for m in self._reads[n] if m in group)
+        ]
+        return self._follow(ready[::-1], self._readers, group)
+
+    def _stay_between(self, unsettled: list[Node], group: set[Node]) -> bool:
+        """The first node with a producer and a consumer in one region, its producers all settled.
+
+        Sums of gradients along a residual stream: each reads the sum before it and its own region.
+        """
+        for node in unsettled:
+            reads = [m for m in self._reads[node] if m in group]
+            if not all(m in self._region for m in reads):
+                continue
+            sources = {self._region[m] for m in reads}
+            for reader in self._readers[node]:
+                if reader in group and (path := self._region.get(reader)) in sources:
+                    assert path is not None
+                    self._region[node] = path
+                    return True
+        return False
+
+    def _follow_any(self, unsettled: list[Node], group: set[Node]) -> bool:
+        """The last node whose consumers are all in one region, whatever its producers."""
+        return any(self._follow([n], self._readers, group) for n in reversed(unsettled))
+
+    def _follow(
+        self, nodes: list[Node], neighbours: Mapping[Node, list[Node]], group: set[Node]
+    ) -> bool:
+        before = len(self._region)
+        for node in nodes:
+            found = {self._region.get(m) for m in neighbours[node] if m in group}
+            if len(found) == 1 and (path := found.pop()) is not None:
+                self._region[node] = path
+        return len(self._region) > before
 
     def _choose(self, unsettled: list[Node], group: set[Node]) -> bool:
         """Settle one node whose neighbours disagree.

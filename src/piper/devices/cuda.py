@@ -45,7 +45,7 @@ class CudaDevice(TensorOperations):
         target = self._stream(stream)
         event = None
         if record is not None:
-            event = self._events[record] = torch.cuda.Event()
+            event = self._events[record] = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
 
         def issue() -> None:
             torch.cuda.set_stream(target)
@@ -80,10 +80,11 @@ class CudaDevice(TensorOperations):
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         if stream not in self._streams:
-            own = torch.cuda.default_stream(self.torch_device)
-            self._streams[stream] = (
-                own if stream == COMPUTE else torch.cuda.Stream(self.torch_device)
-            )
+            device = self.torch_device
+            if stream == COMPUTE:
+                self._streams[stream] = torch.cuda.default_stream(device)
+            else:
+                self._streams[stream] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
         return self._streams[stream]
 
 

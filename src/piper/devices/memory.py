@@ -206,7 +206,10 @@ class InMemoryCommunicator:
 
     def send(self, tensor: Tensor, peer: int) -> _Ticket:
         """Send a copy."""
-        hub, copy = self._hub, as_torch(tensor).detach().clone(memory_format=torch.contiguous_format)
+        hub, copy = (
+            self._hub,
+            as_torch(tensor).detach().clone(memory_format=torch.contiguous_format),
+        )
         ticket = _Ticket(hub, f"send to member {peer} of {self._name!r}")
         with hub.lock:
             hub.check()
@@ -271,7 +274,7 @@ class InMemoryCommunicator:
         def combine(calls: Sequence[_Call]) -> None:
             _sum_into(target, [call.parts[rank] for call in calls])
 
-        parts = source.split(target.numel())
+        parts = torch.split(source, target.numel())
         assert len(parts) == self.size, "reduce_scatter needs equal parts"
         return self._collective("reduce_scatter", _describe(source), parts, combine)
 
@@ -291,7 +294,7 @@ class InMemoryCommunicator:
                 )
             torch.cat(parts, out=target)
 
-        parts = as_torch(flat).split(list(in_splits))
+        parts = torch.split(as_torch(flat), list(in_splits))
         return self._collective("all_to_all", str(target.dtype), parts, combine)
 
     def broadcast(self, flat: Tensor, root: int) -> _Ticket:

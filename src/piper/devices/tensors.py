@@ -20,16 +20,20 @@ class TensorOperations:
 
     def unflatten(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Views of *flat* with the given shapes, one after the other."""
-        parts = as_torch(flat).split([prod(shape) for shape in shapes])
+        parts = torch.split(as_torch(flat), [prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def add(self, a: Tensor, b: Tensor) -> torch.Tensor:
-        """A new tensor a + b."""
+        """Elementwise sum, a new tensor."""
         return torch.add(as_torch(a), as_torch(b))
 
     def add_(self, a: Tensor, b: Tensor) -> None:
-        """a += b, in place."""
+        """Add *b* to *a*, in place."""
         as_torch(a).add_(as_torch(b))
+
+    def divide_(self, a: Tensor, divisor: int) -> None:
+        """Divide *a*, in place."""
+        as_torch(a).div_(divisor)
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ tag). ``PASS`` and ``COMM`` are tags too: ``{"PP": 0, "PASS": "F"}``, ``{"COMM":
 A filter without ``COMM`` matches compute nodes only.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import TypeAlias
 
@@ -13,7 +13,7 @@ from piper.errors import FilterError, nearest
 from piper.ids import NodeId
 from piper.ir.dag import Comm, Dag, Node, Pass
 
-FilterValue: TypeAlias = int | str | list[int] | list[str] | None
+FilterValue: TypeAlias = int | str | Sequence[int | str] | None
 Filter: TypeAlias = Mapping[str, FilterValue]
 _Scalar: TypeAlias = int | str | None
 
@@ -78,7 +78,7 @@ class Selector:
                 f"filter {dict(filter_)} names tag {name!r}, which no node has"
                 f"{nearest(name, self._known)}; tags: {self.describe_tags()}"
             )
-        for index in value if isinstance(value, list) else [value]:
+        for index in value if isinstance(value, (list, tuple)) else [value]:
             if index != ANY and index not in self._known[name]:
                 raise FilterError(
                     f"filter {dict(filter_)}: no node has {name}={index!r}; {self.describe_tags()}"
@@ -109,11 +109,11 @@ def _keys(value: _Scalar) -> tuple[_Scalar, ...]:
 
 
 def _alternatives(name: str, value: FilterValue) -> Iterable[_Scalar]:
-    return value if isinstance(value, list) else (value,)
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _check_words(name: str, value: FilterValue, words: list[str]) -> None:
-    for word in value if isinstance(value, list) else [value]:
+    for word in value if isinstance(value, (list, tuple)) else [value]:
         if word not in (ANY, None) and word not in words:
             raise FilterError(
                 f"filter value {name}={word!r} is unknown{nearest(str(word), words)}; "

@@ -40,9 +40,9 @@ def _plan(dag: Dag, receive_bytes: int) -> Plan:
     dag = _placed(dag)
     _check_claimed(dag)
     replicas, microbatches = dag.num_replicas, dag.num_microbatches
-    size = _microbatch_size(dag)
+    size = microbatch_size(dag)
     bindings = {} if dag.batch_symbol is None else {dag.batch_symbol: size}
-    check_guards(dag, size)
+    _check_guards(dag, size)
     num_devices = 1 + max(d for node in dag.nodes.values() for d in node.participants)
     order = total_order(dag, node_seconds(dag, bindings, Rates()))
     devices, communicators = Cutter(dag, order, bindings, num_devices, receive_bytes).cut()
@@ -60,21 +60,32 @@ def _plan(dag: Dag, receive_bytes: int) -> Plan:
     )
 
 
-def check_guards(dag: Dag, size: int) -> None:
-    """Raise :class:`CaptureError` if the captured graph does not hold for microbatches of *size* rows."""
+def violated_guard(dag: Dag, size: int) -> str | None:
+    """The condition of the captured graph that microbatches of *size* rows violate, if any."""
     if dag.batch_symbol is None:
-        if size != dag.captured_size:
-            raise CaptureError(
-                f"the model's graph was captured for microbatches of exactly {dag.captured_size} rows, found {size}; "
-                f"capture it again with batch_size={size}"
-            )
-        return
-    for guard in dag.guards:
-        if not evaluate(guard, {dag.batch_symbol: size}):
-            raise CaptureError(
-                f"the model's graph was captured under the condition {guard!r}, which does not hold for microbatches "
-                f"of {size} rows ({dag.batch_symbol}={size}); capture it again with batch_size={size}"
-            )
+        return None if size == dag.captured_size else f"rows == {dag.captured_size}"
+    bindings = {dag.batch_symbol: size}
+    return next((guard for guard in dag.guards if not evaluate(guard, bindings)), None)
+
+
+def microbatch_size(dag: Dag) -> int:
+    """Rows of one microbatch. Raises :class:`SplitError` if the batch does not divide."""
+    replicas, microbatches = dag.num_replicas, dag.num_microbatches
+    size, rest = divmod(dag.batch_size, replicas * microbatches)
+    if rest:
+        raise SplitError(
+            f"the batch of {dag.batch_size} rows does not divide into {replicas} replicas × {microbatches} microbatches; "
+            f"choose a batch size that is a multiple of {replicas * microbatches}"
+        )
+    return size
+
+
+def _check_guards(dag: Dag, size: int) -> None:
+    if (guard := violated_guard(dag, size)) is not None:
+        raise CaptureError(
+            f"the model's graph was captured under the condition {guard!r}, which does not hold for microbatches "
+            f"of {size} rows; capture it again with batch_size={size}"
+        )
 
 
 def _placed(dag: Dag) -> Dag:
@@ -103,13 +114,3 @@ def _check_claimed(dag: Dag) -> None:
                 'says how they share it; add Replicate(..., devices="placed")'
             )
 
-
-def _microbatch_size(dag: Dag) -> int:
-    replicas, microbatches = dag.num_replicas, dag.num_microbatches
-    size, rest = divmod(dag.batch_size, replicas * microbatches)
-    if rest:
-        raise SplitError(
-            f"the batch of {dag.batch_size} rows does not divide into {replicas} replicas × {microbatches} microbatches; "
-            f"choose a batch size that is a multiple of {replicas * microbatches}"
-        )
-    return size

@@ -63,12 +63,13 @@ def flatten(batch: Batch) -> dict[str, object]:
 
     Raises :class:`BatchError` when it is not a pair.
     """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    pair: object = batch  # what the user's function returned
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
         raise BatchError(
-            f"a batch must be a pair (inputs, targets), found {type(batch).__name__}{size}"
+            f"a batch must be a pair (inputs, targets), found {type(pair).__name__}{size}"
         )
-    return dict((*_leaves("inputs", batch[0]), *_leaves("targets", batch[1])))
+    return dict((*_leaves("inputs", pair[0]), *_leaves("targets", pair[1])))
 
 
 def _leaves(name: str, tree: object) -> Iterator[tuple[str, object]]:

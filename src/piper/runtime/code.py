@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from piper.devices.tensors import torch_dtype
 from piper.errors import PlanError, nearest
 from piper.ir import body as ir
-from piper.ir.symbols import Expr, evaluate
+from piper.ir.symbols import Expr, bind, evaluate
 from piper.ops.base import RandomKey
 from piper.runtime.random import draw, generator_for
 
@@ -24,9 +24,7 @@ ChunkCode: TypeAlias = Callable[
 GETITEM = "operator.getitem"
 
 
-def chunk_function(
-    body: ir.Body, bindings: Mapping[str, int], device: torch.device
-) -> ChunkCode:
+def chunk_function(body: ir.Body, bindings: Mapping[str, int], device: torch.device) -> ChunkCode:
     """The code of *body* with every symbol bound, for tensors on *device*. Cached.
 
     Raises :class:`PlanError` for an operator that this torch does not have, and :class:`CaptureError` for a random
@@ -77,9 +75,7 @@ def resolve(target: str) -> Callable[..., object]:
 class _Writer:
     """Writes one body; ``constants`` are the names that its text refers to."""
 
-    def __init__(
-        self, body: ir.Body, bindings: Mapping[str, int], device: torch.device
-    ) -> None:
+    def __init__(self, body: ir.Body, bindings: Mapping[str, int], device: torch.device) -> None:
         self._body = body
         self._bindings = bindings
         self._device = device
@@ -127,7 +123,9 @@ class _Writer:
         function = self._function(call)
         if call.rng is None:
             return f"{function}({', '.join(arguments)})"
-        generator = f"{self._hoist('generator_for', generator_for)}(key, {call.rng}, {self._here()})"
+        generator = (
+            f"{self._hoist('generator_for', generator_for)}(key, {call.rng}, {self._here()})"
+        )
         return f"{function}({', '.join([generator, *arguments])})"
 
     def _function(self, call: ir.Call) -> str:
@@ -173,7 +171,7 @@ class _Writer:
                 raise PlanError(f"unknown constant {const.kind} {const.text!r} in a chunk body")
 
     def _literal(self, literal: ir.Literal) -> torch.Tensor:
-        shape = literal.spec.bound(self._bindings).shape
+        shape = [bind(d, self._bindings) for d in literal.spec.shape]
         dtype = torch_dtype(literal.spec.dtype)
         return torch.tensor(literal.values, dtype=dtype, device=self._device).reshape(shape)
 

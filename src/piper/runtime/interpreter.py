@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias, cast
 
+import msgspec
 import torch
 
 from piper.devices.base import TorchDevice
 from piper.devices.tensors import torch_dtype
 from piper.errors import AbortedError, CommunicationError, RunError
 from piper.ids import BodyId, Slot, Stream
-from piper.ir.dag import Role
+from piper.ir.dag import STATE, Dag, Node, Role
 from piper.ops.base import (
     ChunkFunction,
     Communicator,
@@ -25,12 +26,10 @@ from piper.ops.base import (
 )
 from piper.plan.model import DevicePlan, Plan, SlotInfo
 from piper.runtime.code import chunk_function
+from piper.runtime.context import Context
 from piper.runtime.state import ModelState
 
 Closure: TypeAlias = Callable[[], None]
-
-STATE_ROLES = frozenset({Role.PARAMETER, Role.BUFFER, Role.SEED})
-"""Roles of the slots that are filled before the step and never freed."""
 
 
 class Binding:
@@ -38,18 +37,19 @@ class Binding:
 
     def __init__(
         self,
+        *,
         plan: Plan,
-        num_slots: int,
         device: TorchDevice,
         state: ModelState,
-        context: StepContext,
+        context: Context,
         communicators: Mapping[CommunicatorId, Communicator],
+        slots: Sequence[torch.Tensor | None],
     ) -> None:
-        self.slots: list[Tensor | None] = [None] * num_slots
+        self.slots: list[Tensor | None] = [*slots]
         # The ops layer is free of torch: its tensors are opaque, ours are torch's.
         self.device: Device = device
         self.state: State = cast("State", state)
-        self.context = context
+        self.context: StepContext = cast("StepContext", context)
         self._plan = plan
         self._torch_device = device.torch_device
         self._communicators = communicators
@@ -75,6 +75,8 @@ class Step:
 class Program:
     """One device's plan, bound: :meth:`run` executes one training step.
 
+    *constants* are buffers that this plan alone has.
+
     Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and instruction, with the original
     as its cause; :class:`CommunicationError` and :class:`AbortedError` keep their class, since they are mostly the
     consequence of another device's failure.
@@ -82,22 +84,29 @@ class Program:
 
     def __init__(
         self,
+        *,
         plan: Plan,
         mine: DevicePlan,
         device: TorchDevice,
         state: ModelState,
-        context: StepContext,
+        context: Context,
         communicators: Mapping[CommunicatorId, Communicator],
+        constants: Mapping[str, torch.Tensor],
     ) -> None:
         self._plan = plan
         self._mine = mine
         self._device = device
-        binding = Binding(plan, len(mine.slots), device, state, context, communicators)
+        slots = [_initial(info, plan, state, constants, device) for info in mine.slots]
+        binding = Binding(
+            plan=plan,
+            device=device,
+            state=state,
+            context=context,
+            communicators=communicators,
+            slots=slots,
+        )
         self._slots = binding.slots
-        for number, info in enumerate(mine.slots):
-            if info.role in STATE_ROLES:
-                self._slots[number] = _initial(info, plan, state, device)
-        self._transient = [n for n, i in enumerate(mine.slots) if i.role not in STATE_ROLES]
+        self._transient = [n for n, i in enumerate(mine.slots) if i.role not in STATE]
         self._steps = list(_bind(mine.instructions, binding))
         self._closures = [step.run for step in self._steps]
 
@@ -144,12 +153,16 @@ class Program:
         parts = [f"device {device}"]
         if node is not None:
             parts.append(f"node {node.label}")
-        microbatch = getattr(instruction, "microbatch", None)
-        if microbatch is None and node is not None and dag.splits:
+        microbatch = msgspec.structs.asdict(instruction).get("microbatch")
+        if microbatch is None and node is not None and _is_split(dag, node):
             microbatch = dag.microbatch(node.tags)
         if microbatch is not None:
             parts.append(f"microbatch {microbatch}")
         return f"{', '.join(parts)}, instruction `{instruction.describe()}`"
+
+
+def _is_split(dag: Dag, node: Node) -> bool:
+    return not {split.name for split in dag.splits}.isdisjoint(name for name, _ in node.tags)
 
 
 def failure_class(error: BaseException) -> type[RunError]:
@@ -161,8 +174,16 @@ def failure_class(error: BaseException) -> type[RunError]:
 
 
 def _initial(
-    info: SlotInfo, plan: Plan, state: ModelState, device: TorchDevice
-) -> torch.Tensor:
+    info: SlotInfo,
+    plan: Plan,
+    state: ModelState,
+    constants: Mapping[str, torch.Tensor],
+    device: TorchDevice,
+) -> torch.Tensor | None:
+    if info.role not in STATE:
+        return None
+    if info.name in constants and info.role is Role.BUFFER:
+        return constants[info.name].to(device.torch_device)
     if info.role is not Role.SEED:
         return state.tensor(info.name)
     return torch.full(
@@ -171,6 +192,10 @@ def _initial(
         dtype=torch_dtype(info.message.dtype),
         device=device.torch_device,
     )
+
+
+def _nothing() -> None:
+    """Only the event is of interest."""
 
 
 def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
@@ -188,7 +213,9 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
                 steps.append(Step(settle, instruction))
         launch = instruction.bind(binding)
         if launch is None:
-            continue
+            if instruction.record is None:
+                continue
+            launch = _nothing
         if instruction.asynchronous:
             written.update(instruction.writes())
         closure = device.on_stream(

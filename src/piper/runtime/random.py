@@ -7,7 +7,7 @@ bit, and eager PyTorch under :class:`DrawFrom` draws the same numbers.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from hashlib import blake2b
 from struct import pack
 from types import TracebackType
@@ -66,7 +66,7 @@ def is_random(overload: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in overload.tags
 
 
-@lru_cache(maxsize=None)
+@cache
 def draw(overload: OpOverload) -> Draw:
     """*overload* as a function of an explicit generator.
 
@@ -169,7 +169,7 @@ def _native_dropout(
 _SPECIAL: Mapping[OpOverload, Draw] = {torch.ops.aten.native_dropout.default: _native_dropout}
 
 
-class DrawFrom(TorchDispatchMode):
+class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Make eager PyTorch draw what a captured step draws for one global microbatch.
 
     Ordinals count the random operator calls inside one ``with`` block, in call order. In-place operators are included.
@@ -177,13 +177,13 @@ class DrawFrom(TorchDispatchMode):
     """
 
     def __init__(self, seed: int, step: int, microbatch: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._seed, self._step, self._microbatch = seed, step, microbatch
         self._ordinal = 0
 
     def __enter__(self) -> Self:
         self._ordinal = 0
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return self
 
     def __exit__(
@@ -192,7 +192,7 @@ class DrawFrom(TorchDispatchMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(
         self,

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch.optim import Optimizer
@@ -34,11 +34,13 @@ class OptimizerSpec:
     ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``: shell-style patterns over parameter names
     (any alias of a tied parameter counts). Parameters that no pattern matches form the last group, without options of
     their own. ``lr_schedule`` maps the step to a factor on every group's learning rate.
+    ``observe`` is shown the final gradients, by parameter name, before each update.
     """
 
     build: OptimizerFactory
     param_groups: tuple[Mapping[str, object], ...] | None = None
     lr_schedule: Callable[[int], float] | None = None
+    observe: Callable[[Mapping[str, torch.Tensor]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class ModelState:
         self.buffers: dict[str, torch.Tensor] = {
             name: tensor.detach().to(device, copy=True) for name, tensor in buffers.items()
         }
+        self._observe = optimizer.observe if optimizer is not None else None
         self._schedule = optimizer.lr_schedule if optimizer is not None else None
         self._optimizer = self._build(model, optimizer) if optimizer is not None else None
         self._base_rates = self._rates()
@@ -105,6 +108,8 @@ class ModelState:
         try:
             for name, gradient in gradients.items():
                 parameters[name].grad = gradient if scale is None else gradient / scale
+            if self._observe is not None:
+                self._observe({name: _gradient(parameters[name]) for name in gradients})
             self._optimizer.step()
         finally:
             for name in gradients:
@@ -119,9 +124,7 @@ class ModelState:
 
         Raises :class:`StateError` when this device does not hold it.
         """
-        found = self.parameters.get(name)
-        if found is None:
-            found = self.buffers.get(name)
+        found: torch.Tensor | None = self.parameters.get(name, self.buffers.get(name))
         if found is None:
             raise StateError(
                 f"this device holds no parameter or buffer {name!r}: it was given the state of a plan that does not "
@@ -154,7 +157,7 @@ class ModelState:
         groups = group_parameters(model, spec.param_groups)
         if not trained:
             return None
-        argument: ParamsArgument = list(trained.values())
+        argument: ParamsArgument = cast("list[torch.Tensor]", list(trained.values()))
         if spec.param_groups is not None:
             argument = [
                 {**options, "params": [trained[n] for n in names if n in trained]}
@@ -310,9 +313,7 @@ def check_snapshot(
         _check_names("optimizer state of parameter", snapshot.optimizer.state, parameters, set())
 
 
-def _check_names(
-    kind: str, found: Iterable[str], known: Iterable[str], required: set[str]
-) -> None:
+def _check_names(kind: str, found: Iterable[str], known: Iterable[str], required: set[str]) -> None:
     names, allowed = set(found), set(known)
     if unexpected := sorted(names - allowed):
         hint = nearest(unexpected[0], allowed)
@@ -348,6 +349,11 @@ def from_user_names(
                 f"{name!r} and {canonical!r} are one tied tensor of the model, but have different values here"
             )
     return found
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

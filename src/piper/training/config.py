@@ -17,7 +17,10 @@ import torch
 from msgspec import Meta, inspect
 from msgspec.structs import replace
 
-from piper.errors import ConfigError, nearest
+from piper.api.strategies import pipeline
+from piper.directives.base import Directive
+from piper.directives.strategy import load_strategy
+from piper.errors import ConfigError, PiperError, nearest
 from piper.models.transformer import TransformerConfig
 from piper.training.data import VOCAB_SIZE, TextBatches
 
@@ -39,7 +42,8 @@ class TransformerSection(
 ):
     """``[model]``: a decoder-only transformer over bytes.
 
-    *num_stages* (regions named PP) defaults to one per group of the strategy.
+    *num_stages* (regions named PP) defaults to what the strategy's groups hold, and to 1 under a
+    strategy file.
     """
 
     num_layers: Count = 4
@@ -66,15 +70,35 @@ class StrategySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """``[strategy]``: a named pipeline schedule over device groups, or a file of directives.
 
     *groups*: one list of devices per pipeline rank, the devices of a list being replicas of each
-    other. *zero*: the ZeRO stage, 0 to 3. *bucket_size* in MiB; without it a bucket per region.
+    other. *num_virtual_stages* counts stages per group, for the schedules that have more than one.
+    *bucket_size* in MiB; without it a bucket per region.
     """
 
     schedule: str | None = None
     groups: tuple[tuple[Index, ...], ...] | None = None
     num_microbatches: Count | None = None
-    zero: Literal[0, 1, 2, 3] | None = None
+    num_virtual_stages: Count | None = None
     bucket_size: Positive | None = None
     file: str | None = None
+
+    def directives(self) -> list[Directive]:
+        """The strategy itself.
+
+        Raises:
+            PiperError: the file is malformed, or the schedule unknown or not for these groups.
+        """
+        if self.file is not None:
+            return load_strategy(self.file)
+        assert self.schedule is not None
+        assert self.groups is not None
+        assert self.num_microbatches is not None
+        return pipeline(
+            self.schedule,
+            self.groups,
+            self.num_microbatches,
+            num_virtual_stages=self.num_virtual_stages or 1,
+            bucket_size=self.bucket_size,
+        )
 
 
 class AdamWSection(
@@ -182,10 +206,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages of the model: as given, else one per device group, else one."""
+        """Pipeline stages of the model: as given, else as many as the groups hold, else one."""
         if self.model.num_stages is not None:
             return self.model.num_stages
-        return len(self.strategy.groups) if self.strategy.groups else 1
+        if self.strategy.groups is None:
+            return 1
+        return len(self.strategy.groups) * (self.strategy.num_virtual_stages or 1)
 
     def transformer(self) -> TransformerConfig:
         """The model's sizes; vocabulary, context and stages follow from the other sections.
@@ -223,7 +249,7 @@ def load_config(path: str | Path) -> RunConfig:
     Raises:
         ConfigError: the file is missing or not TOML; a field is unknown (with the nearest known one),
             of the wrong type or out of range (with its path, what was expected and what was found);
-            fields that need or exclude each other.
+            fields that need or exclude each other; a strategy that does not exist.
     """
     path = Path(path)
     try:
@@ -238,11 +264,16 @@ def load_config(path: str | Path) -> RunConfig:
     config = _convert(path, raw)
     _check_strategy(path, config.strategy)
     _check_optimizer(path, config.optimizer)
+    config = _relative_to(path.parent, config)
     try:
         config.transformer()
     except ConfigError as error:
         raise ConfigError(f"{path}: [model]: {error}") from error
-    return _relative_to(path.parent, config)
+    try:
+        config.strategy.directives()
+    except PiperError as error:
+        raise ConfigError(f"{path}: [strategy]: {error}") from error
+    return config
 
 
 def _check_finite(path: Path, field: str, value: object) -> None:
@@ -378,7 +409,7 @@ def _check_strategy(path: Path, strategy: StrategySection) -> None:
     companions = {
         "groups": strategy.groups,
         "num_microbatches": strategy.num_microbatches,
-        "zero": strategy.zero,
+        "num_virtual_stages": strategy.num_virtual_stages,
         "bucket_size": strategy.bucket_size,
     }
     given = [name for name, value in companions.items() if value is not None]

@@ -11,6 +11,7 @@ from piper.errors import VerificationError
 from piper.plan.model import Plan
 from piper.verify.contributions import check_contributions
 from piper.verify.deadlock import Execution, check_deadlock
+from piper.verify.events import check_events
 from piper.verify.fidelity import check_fidelity
 from piper.verify.lifetime import check_lifetime
 from piper.verify.matching import check_matching
@@ -47,7 +48,8 @@ def _examine(plan: Plan) -> tuple[Subject, list[Problem]]:
     subject, problems = check_structure(plan)
     if problems:
         return subject, problems[:_SHOWN]
-    problems = _some(check_fidelity(subject)) + _some(check_lifetime(subject))
+    problems = _some(check_events(subject)) + _some(check_fidelity(subject))
+    problems += _some(check_lifetime(subject))
     problems += _some(check_races(subject))
     if mismatches := _some(check_matching(subject)):
         return subject, problems + mismatches

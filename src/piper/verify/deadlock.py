@@ -1,9 +1,10 @@
 """A plan comes to its end when messages and collectives are rendezvous.
 
 The model is the strictest that a device may follow: one host per device issues instructions in order; a ``Wait``
-blocks the host until its event has happened; work on one stream runs in issue order, each starting when the one
-before is complete; a message or collective completes once it has started on all its members. Completion never
-disables anything, so one execution decides: if it gets stuck, every execution does.
+blocks the host until its event has happened; so does work that touches what communication in flight on its own stream
+writes, until that stream is empty; work on one stream runs in issue order, each starting when the one before is
+complete; a message or collective completes once it has started on all its members. Completion never disables
+anything, so one execution decides: if it does not get stuck, no execution does, on this or any laxer device.
 """
 
 from collections import deque
@@ -11,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from piper.ids import DeviceId
+from piper.ids import DeviceId, Slot
 from piper.ops.base import CommunicatorId
-from piper.verify.trace import Problem, Subject, directives_about, table
+from piper.verify.trace import Problem, Subject, Trace, directives_about, table
 
 CHECK = "deadlock"
 
@@ -34,6 +35,7 @@ class Execution:
     subject: Subject
     completed: list[tuple[Place, ...]] = field(default_factory=list)
     next: list[int] = field(default_factory=list)  # next instruction to issue, per device
+    settling: list[set[int]] = field(default_factory=list)  # instructions that need an empty stream
     done: list[bytearray] = field(default_factory=list)
     queues: list[list[deque[int]]] = field(default_factory=list)  # issued, incomplete, per stream
     meeting_of: list[dict[int, Meeting]] = field(default_factory=list)
@@ -43,6 +45,7 @@ class Execution:
         """Execute until the end or until stuck."""
         traces = self.subject.traces
         self.next = [0] * len(traces)
+        self.settling = [_settling(t) for t in traces]
         self.done = [bytearray(len(t.instructions)) for t in traces]
         self.queues = [[deque() for _ in t.stream_names] for t in traces]
         self.meeting_of = [{} for _ in traces]
@@ -71,12 +74,15 @@ class Execution:
         trace = self.subject.traces[device]
         done, queues, completed = self.done[device], self.queues[device], self.completed
         streams, meetings, waits = trace.streams, trace.meetings, trace.waits
+        settling = self.settling[device]
         i, end = self.next[device], len(streams)
         while i < end:
             waited = waits[i]
             if waited >= 0 and not done[waited]:
                 break
             queue = queues[streams[i]]
+            if queue and i in settling:
+                break
             if meetings[i] is None and not queue:
                 done[i] = 1
                 completed.append(((device, i),))
@@ -110,6 +116,24 @@ class Execution:
                 if queue:
                     work.append((member, queue[0]))
                 runnable.append(member)
+
+
+def _settling(trace: Trace) -> set[int]:
+    """The instructions that touch what communication on their own stream writes."""
+    flying: list[set[Slot]] = [set() for _ in trace.stream_names]
+    found: set[int] = set()
+    for i, s in enumerate(trace.streams):
+        written = flying[s]
+        if written and not (
+            written.isdisjoint(trace.reads[i])
+            and written.isdisjoint(trace.frees[i])
+            and written.isdisjoint(trace.writes[i])
+        ):
+            found.add(i)
+            written.clear()
+        if trace.meetings[i] is not None:
+            written.update(trace.writes[i])
+    return found
 
 
 def check_deadlock(execution: Execution) -> Iterator[Problem]:
@@ -173,7 +197,10 @@ def _waits_for(execution: Execution, place: Place) -> Link:
     if i > execution.next[device]:
         return (device, i, "is issued after", device, execution.next[device])
     if i == execution.next[device]:
-        return (device, i, "needs", device, trace.waits[i])
+        waited = trace.waits[i]
+        if waited < 0 or execution.done[device][waited]:
+            waited = execution.queues[device][trace.streams[i]][0]
+        return (device, i, "needs", device, waited)
     head = execution.queues[device][trace.streams[i]][0]
     if head != i:
         return (device, i, "is on one stream behind", device, head)

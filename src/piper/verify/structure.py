@@ -1,4 +1,7 @@
-"""Every number in a plan points at something that exists: devices, slots, events, streams, communicators."""
+"""Every number in a plan points at something that exists: devices, slots, streams, communicators, nodes, values.
+
+Other checks rely on it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -116,15 +119,6 @@ def _unfold(
         bad: list[str] = []
         reads, writes, frees = instruction.reads(), instruction.writes(), instruction.frees()
         meeting = instruction.rendezvous()
-        waits = -1
-        if type(instruction) is Wait:
-            waits = recorders.get(instruction.event, -1)
-            if waits < 0:
-                bad.append(f"event e{instruction.event} is not recorded by an earlier instruction")
-            if instruction.record is not None:
-                bad.append("a wait cannot record an event")
-        elif (event := instruction.record) is not None and recorders.setdefault(event, i) != i:
-            bad.append(f"event e{event} is recorded already by #{recorders[event]}")
         bad += [
             f"slot %{slot} does not exist; the device has {num_slots} slots"
             for slots in (reads, writes, frees)
@@ -146,7 +140,12 @@ def _unfold(
         trace.writes.append(writes)
         trace.frees.append(frees)
         trace.meetings.append(meeting)
-        trace.waits.append(waits)
+        if type(instruction) is Wait:
+            trace.waits.append(recorders.get(instruction.event, -1))
+        else:
+            trace.waits.append(-1)
+            if instruction.record is not None:
+                recorders.setdefault(instruction.record, i)
         for text in bad:
             yield f"device {trace.device} #{i} {describe(plan.dag, instruction)}: {text}"
     trace.stream_names.extend(stream_numbers)

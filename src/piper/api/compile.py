@@ -1,0 +1,73 @@
+"""compile: from a model and a strategy to a trainer."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from piper.api.capture_check import check_capture
+from piper.api.programs import Programs, model_tensors
+from piper.api.trainer import Trainer
+from piper.backends import make_backend
+from piper.backends.base import Backend
+from piper.capture.joint import LossFn
+from piper.directives.base import Directive
+from piper.errors import StateError
+from piper.runtime.batch import Batch
+from piper.runtime.state import OptimizerFactory, OptimizerSpec, Weights
+
+
+def compile(  # noqa: A001  (the field's word; users write piper.compile)
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    strategy: Sequence[Directive],
+    example_batch: Batch,
+    *,
+    optimizer: OptimizerFactory | None,
+    param_groups: Sequence[Mapping[str, object]] | None = None,
+    lr_schedule: Callable[[int], float] | None = None,
+    backend: str | Backend = "ray",
+    seed: int = 0,
+    batch_dims: Mapping[str, int | None] | None = None,
+    init: Weights | None = None,
+    verify_capture: bool = True,
+) -> Trainer:
+    """Capture, plan and verify a training step, then start workers for it.
+
+    ``loss_fn(outputs, targets)`` returns a scalar mean over samples, or ``(sum, weight)``. ``strategy`` is a list of
+    directives. ``example_batch`` is a *global* batch ``(inputs, targets)``; inputs are a tensor, a tuple (``*args``)
+    or a mapping (``**kwargs``). ``optimizer`` takes what ``torch.optim`` classes take first and returns one;
+    ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``; ``lr_schedule`` maps the step to a factor on
+    the learning rates. ``backend`` is ``"ray"`` (one process per device), ``"inprocess"`` (one thread per device) or
+    a backend of your own. ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
+    model on the meta device: a mapping, or a function from names to one. ``verify_capture`` compares one
+    microbatch's loss and gradients with eager PyTorch first (skipped on the meta device).
+
+    Everything that can be refused is refused here, before any worker starts: :class:`CaptureError`,
+    :class:`FilterError`, :class:`DirectiveError` and its subclasses, :class:`VerificationError`, :class:`ConfigError`.
+    """
+    programs = Programs(model, loss_fn, strategy, batch_dims)
+    program = programs.training(example_batch)
+    weights = init if init is not None else _weights(model)
+    if verify_capture and not _on_meta(model):
+        check_capture(model, loss_fn, program, example_batch, seed)
+    spec = None
+    if optimizer is not None:
+        groups = None if param_groups is None else tuple(param_groups)
+        spec = OptimizerSpec(build=optimizer, param_groups=groups, lr_schedule=lr_schedule)
+    chosen = make_backend(backend) if isinstance(backend, str) else backend
+    return Trainer(programs, program, chosen, weights, spec, seed)
+
+
+def _weights(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    tensors = model_tensors(model)
+    lost = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if lost:
+        raise StateError(
+            f"{len(lost)} tensors of the model are on the meta device ({', '.join(lost[:4])}, …); pass init= with a mapping "
+            "from names to tensors, or a function from a list of names to such a mapping"
+        )
+    return tensors
+
+
+def _on_meta(model: torch.nn.Module) -> bool:
+    return any(t.is_meta for t in model_tensors(model).values())

@@ -1,0 +1,105 @@
+"""Single-process training, the measure of every strategy: eager PyTorch, microbatch after microbatch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.func import functional_call
+
+from piper.api.rows import Rows
+from piper.capture.batch import as_arguments
+from piper.capture.joint import LossFn
+from piper.ir.dag import Dag
+from piper.runtime.batch import Batch
+from piper.runtime.random import DrawFrom
+from piper.runtime.state import ModelState, OptimizerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceStep:
+    """One step's loss, and gradients by parameter name (absent where autograd gives none)."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+class Reference:
+    """One process that runs the global batch's microbatches in sequence, sums their gradients as the loss demands, and updates.
+
+    Works on copies of the model's tensors; the model itself (its modules, hooks, mode) is used as it is. Random operators
+    draw from the same streams as under any strategy.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFn,
+        dag: Dag,
+        tensors: Mapping[str, torch.Tensor],
+        optimizer: OptimizerSpec | None,
+        seed: int = 0,
+    ) -> None:
+        self._model, self._loss_fn, self._dag, self._seed = model, loss_fn, dag, seed
+        self._rows = Rows(dag.batch)
+        parameters = {n: t for n, t in tensors.items() if n in dag.parameters}
+        buffers = {n: t for n, t in tensors.items() if n in dag.buffers}
+        self.state = ModelState(parameters, buffers, dag.parameters, optimizer, torch.device("cpu"))
+
+    def gradients(self, batch: Batch, num_microbatches: int, step: int) -> ReferenceStep:
+        """Loss and gradients of one step; writes the model's buffers, updates nothing."""
+        total_loss, total_weight = 0.0, 0.0
+        sums: dict[str, torch.Tensor] = {}
+        for number, part in enumerate(self._rows.parts(batch, num_microbatches)):
+            loss, weight = self._forward(part, step, number)
+            for name, gradient in self._backward(loss).items():
+                sums[name] = sums[name] + gradient if name in sums else gradient
+            total_loss += float(loss)
+            total_weight += weight
+        return ReferenceStep(
+            total_loss / total_weight, {name: g / total_weight for name, g in sums.items()}
+        )
+
+    def step(self, batch: Batch, num_microbatches: int, step: int) -> ReferenceStep:
+        """One training step."""
+        self.state.begin_step(step)
+        result = self.gradients(batch, num_microbatches, step)
+        self.state.update(result.gradients, None)
+        return result
+
+    def loss(self, batch: Batch, step: int) -> float:
+        """The loss of the whole batch in one piece; writes no buffer that outlives the call."""
+        saved = {name: buffer.clone() for name, buffer in self.state.buffers.items()}
+        with torch.no_grad():
+            loss, weight = self._forward(batch, step, 0)
+        for name, buffer in saved.items():
+            self.state.buffers[name].copy_(buffer)
+        return float(loss) / weight
+
+    def _forward(self, part: Batch, step: int, number: int) -> tuple[torch.Tensor, float]:
+        inputs, targets = part
+        args, kwargs = as_arguments(inputs)
+        with DrawFrom(self._seed, step, number):
+            outputs = functional_call(self._model, self._tensors(), args, kwargs)
+            result = self._loss_fn(outputs, targets)
+        if isinstance(result, tuple):
+            return result[0], float(result[1])
+        return result, 1.0
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in self._dag.parameters.items():
+            for alias in (name, *parameter.aliases):
+                tensors[alias] = self.state.parameters[name]
+        for name, buffer in self._dag.buffers.items():
+            if name in self.state.buffers:
+                for alias in (name, *buffer.aliases):
+                    tensors[alias] = self.state.buffers[name]
+        return tensors
+
+    def _backward(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        trained = {n: p for n, p in self.state.parameters.items() if p.requires_grad}
+        if not trained or not loss.requires_grad:
+            return {}
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        return {n: g.detach() for n, g in zip(trained, found, strict=True) if g is not None}
+

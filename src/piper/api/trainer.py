@@ -1,0 +1,349 @@
+"""Trainer: runs a compiled strategy."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from piper.api.programs import Program, Programs
+from piper.api.rows import Rows
+from piper.backends.base import Backend, StepResult
+from piper.errors import BatchError, StateError, nearest
+from piper.ir.dag import Dag, LossKind
+from piper.runtime.batch import Batch, Data
+from piper.runtime.state import (
+    OptimizerSpec,
+    StateSnapshot,
+    Weights,
+    from_user_names,
+    to_user_names,
+)
+
+BATCHES_PER_CALL = 16
+"""Batches of an iterable that are shipped to the workers at once."""
+
+SECONDS_PER_CALL = 1.0
+"""About how long one call to the workers lasts in ``fit``: progress is seen this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What one step (or one evaluation) computed.
+
+    ``loss`` is that of the global batch; ``seconds`` the time of the slowest worker; ``tokens`` the number of
+    elements of the targets' first tensor if those are integers, else the rows of the batch.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of the step."""
+        return self.tokens / self.seconds if self.seconds else math.inf
+
+
+class Trainer:
+    """Made by :func:`piper.compile`; a context manager. The user's model is not trained in place: see :meth:`copy_to`."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        program: Program,
+        backend: Backend,
+        weights: Weights,
+        optimizer: OptimizerSpec | None,
+        seed: int,
+    ) -> None:
+        self._programs, self._backend, self._seed = programs, backend, seed
+        self._train = program
+        self._loaded: set[str] = set()
+        self._step = 0
+        self._closed = False
+        with self._closing_on_error():
+            backend.start(program.plan.num_devices)
+            self._load(program)
+            backend.initialise(program.key, weights, optimizer)
+
+    @property
+    def dag(self) -> Dag:
+        """The training DAG that the workers execute."""
+        return self._train.plan.dag
+
+    @property
+    def program(self) -> Program:
+        """The plan that ran last, with the batch signature that it is for."""
+        return self._train
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps so far."""
+        return self._step
+
+    def step(self, inputs: object, targets: object) -> TrainResult:
+        """One training step on the global batch ``(inputs, targets)``; equal to single-process training on it.
+
+        A batch of new shapes or constants is captured and planned first. Raises :class:`BatchError` or
+        :class:`SplitError` for a batch that does not fit the strategy, :class:`RunError` for a failure on a device.
+        """
+        return self._run([(inputs, targets)])[0]
+
+    def fit(
+        self,
+        data: Data | Iterable[Batch],
+        steps: int,
+        on_steps: Callable[[Sequence[TrainResult]], None] | None = None,
+    ) -> list[TrainResult]:
+        """*steps* training steps.
+
+        *data* is ``data(step) -> (inputs, targets)``, picklable, called by the workers that read inputs (*step* counts all steps of this
+        trainer); or an iterable of global batches such as a DataLoader. Many steps are one call to the workers; *on_steps*
+        receives the results about once a second.
+        """
+        if steps < 0:
+            raise BatchError(f"steps is at least 0, found {steps}")
+        runs = self._pulled(data, steps) if callable(data) else self._pushed(data, steps)
+        results: list[TrainResult] = []
+        for done in runs:
+            results.extend(done)
+            if on_steps is not None:
+                on_steps(done)
+        return results
+
+    def evaluate(self, inputs: object, targets: object) -> TrainResult:
+        """The loss of the batch in evaluation mode, without any update; any batch size.
+
+        The rows are cut into equal microbatches, at most as large as in training; a last wave that is not full is filled up with rows
+        whose losses do not count.
+        """
+        batch = (inputs, targets)
+        rows, train = Rows(self.dag.batch), self._train.plan
+        count = rows.count(batch)
+        size = next(s for s in range(min(train.microbatch_size, count), 0, -1) if count % s == 0)
+        microbatches = count // size
+        wave = train.num_replicas * train.num_microbatches
+        losses: dict[int, float] = {}
+        weights: dict[int, float] = {}
+        seconds = 0.0
+        for first in range(0, microbatches, wave):
+            real = min(wave, microbatches - first)
+            index = torch.arange(first * size, (first + wave) * size).clamp(max=count - 1)
+            part = rows.take(batch, index)
+            program = self._programs.evaluation(part)
+            (result,) = self._call(program, [part], self._step)
+            for m in range(real):
+                losses[first + m] = result.values["loss"][m]
+                weights[first + m] = result.values.get("weight", {}).get(m, 1.0)
+            seconds += result.seconds
+        loss = _combine(self.dag.loss_kind, losses, weights)
+        return TrainResult(self._step, loss, seconds, _tokens(batch, count))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers under the user's names (tied ones under each), shapes and types, on the CPU."""
+        snapshot = self._snapshot(optimizer=False)
+        return _user_state(self.dag, snapshot)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite parameters and persistent buffers. The optimizer's state is left alone.
+
+        Raises :class:`StateError` for missing, unexpected, misshapen entries, or different tensors under tied names.
+        """
+        current = self._snapshot(optimizer=False)
+        snapshot = _snapshot_from(self.dag, state, current)
+        with self._closing_on_error():
+            self._backend.restore(snapshot)
+
+    def copy_to(self, model: torch.nn.Module) -> None:
+        """Copy the trained parameters and persistent buffers into *model*, in place."""
+        model.load_state_dict(self.state_dict())
+
+    def close(self) -> None:
+        """Stop the workers. May be called twice."""
+        self._closed = True
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- running ------------------------------------------------------------------------------------
+
+    def _run(self, batches: Sequence[Batch]) -> list[TrainResult]:
+        """Train on explicit batches, each under the program of its signature."""
+        results: list[TrainResult] = []
+        for batch in batches:
+            self._train = self._programs.training(batch)
+            (result,) = self._call(self._train, [batch], self._step)
+            results.append(self._result(result, _tokens(batch, None)))
+            self._step += 1
+        return results
+
+    def _pushed(self, data: Iterable[Batch], steps: int) -> Iterator[list[TrainResult]]:
+        stream = iter(data)
+        done = 0
+        while done < steps:
+            batches = list(islice(stream, min(BATCHES_PER_CALL, steps - done)))
+            if not batches:
+                raise BatchError(f"the data ended after {done} of {steps} steps; give more, or ask for fewer steps")
+            same = [self._programs.training(b) for b in batches]
+            first = same[0]
+            count = next((i for i, p in enumerate(same) if p is not first), len(batches))
+            if count < len(batches):
+                stream = _chained(batches[count:], stream)
+                batches = batches[:count]
+            self._train = first
+            outcomes = self._call(first, batches, self._step)
+            yield [
+                self._advance(result, _tokens(batch, None))
+                for result, batch in zip(outcomes, batches, strict=True)
+            ]
+            done += len(batches)
+
+    def _pulled(self, data: Data, steps: int) -> Iterator[list[TrainResult]]:
+        end, count = self._step + steps, 1
+        sample = data(self._step) if steps else None
+        while sample is not None and self._step < end:
+            self._train = self._programs.training(sample)
+            tokens = _tokens(sample, None)
+            while self._step < end:
+                self._load(self._train)
+                with self._closing_on_error():
+                    run = self._backend.run(
+                        self._train.key,
+                        data,
+                        first_step=self._step,
+                        num_steps=min(count, end - self._step),
+                        seed=self._seed,
+                    )
+                results = [self._advance(result, tokens) for result in run.steps]
+                if results:
+                    yield results
+                    slowest = max(r.seconds for r in results)
+                    count = max(1, min(1000, int(SECONDS_PER_CALL / max(slowest, 1e-4))))
+                if run.stopped_at is not None:
+                    sample = data(run.stopped_at)
+                    break
+
+    def _call(self, program: Program, batches: Sequence[Batch], step: int) -> tuple[StepResult, ...]:
+        self._load(program)
+        with self._closing_on_error():
+            run = self._backend.run(program.key, batches, first_step=step, seed=self._seed)
+        if run.stopped_at is not None:
+            raise BatchError(
+                f"step {run.stopped_at}: the batch does not have the signature that it was planned for: "
+                f"{program.signature.difference(run.signature) if run.signature else ''}"
+            )
+        return run.steps
+
+    def _load(self, program: Program) -> None:
+        if self._closed:
+            raise StateError("this trainer is closed; compile a new one")
+        if program.key not in self._loaded:
+            with self._closing_on_error():
+                self._backend.load(
+                    program.key, program.plan, program.signature, program.constants
+                )
+            self._loaded.add(program.key)
+
+    def _advance(self, result: StepResult, tokens: int) -> TrainResult:
+        self._step = result.step + 1
+        return self._result(result, tokens)
+
+    def _result(self, result: StepResult, tokens: int) -> TrainResult:
+        values = result.values
+        loss = _combine(self.dag.loss_kind, values["loss"], values.get("weight", {}))
+        return TrainResult(result.step, loss, result.seconds, tokens)
+
+    def _snapshot(self, *, optimizer: bool) -> StateSnapshot:
+        with self._closing_on_error():
+            return self._backend.snapshot(optimizer=optimizer)
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        """Leave no worker behind when a call to the backend fails or is interrupted."""
+        try:
+            yield
+        except StateError:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+
+def _combine(
+    kind: LossKind, losses: Mapping[int, float], weights: Mapping[int, float]
+) -> float:
+    """The loss of the global batch from those of its microbatches, added in microbatch order."""
+    total = sum(losses[m] for m in sorted(losses))
+    if kind is LossKind.MEAN:
+        return total / len(losses)
+    weight = sum(weights[m] for m in sorted(weights))
+    return total / weight if weight else math.nan
+
+
+def _tokens(batch: Batch, rows: int | None) -> int:
+    for tree in (batch[1], batch[0]):
+        tensor = _first_tensor(tree)
+        if tensor is not None and not tensor.is_floating_point():
+            return tensor.numel()
+    tensor = _first_tensor(batch[0])
+    return rows if rows is not None else tensor.shape[0] if tensor is not None and tensor.dim() else 1
+
+
+def _first_tensor(tree: object) -> torch.Tensor | None:
+    if isinstance(tree, torch.Tensor):
+        return tree
+    children = tree.values() if isinstance(tree, Mapping) else tree
+    if not isinstance(tree, (Mapping, tuple, list)):
+        return None
+    return next((t for child in children if (t := _first_tensor(child)) is not None), None)  # type: ignore[union-attr]
+
+
+def _chained(first: Sequence[Batch], rest: Iterator[Batch]) -> Iterator[Batch]:
+    yield from first
+    yield from rest
+
+
+# --- the user's names ------------------------------------------------------------------------------
+
+
+def _user_state(dag: Dag, snapshot: StateSnapshot) -> dict[str, torch.Tensor]:
+    persistent = {n: t for n, t in snapshot.buffers.items() if dag.buffers[n].persistent}
+    return to_user_names(snapshot.parameters, dag.parameters) | to_user_names(
+        persistent, dag.buffers
+    )
+
+
+def _snapshot_from(
+    dag: Dag, state: Mapping[str, torch.Tensor], current: StateSnapshot
+) -> StateSnapshot:
+    """*current* with the entries of *state* in place of its own."""
+    expected = _user_state(dag, current)
+    for name in state:
+        if name not in expected:
+            raise StateError(f"state_dict has unexpected entry {name!r}{nearest(name, expected)}")
+    missing = [name for name in expected if name not in state]
+    if missing:
+        raise StateError(f"state_dict lacks {len(missing)} entries: {', '.join(missing[:8])}")
+    parameters = from_user_names(state, dag.parameters)
+    buffers = from_user_names(state, dag.buffers)
+    return replace(
+        current,
+        parameters={name: parameters[name] for name in current.parameters},
+        buffers={name: buffers.get(name, value) for name, value in current.buffers.items()},
+        optimizer=None,
+    )

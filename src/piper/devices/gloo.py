@@ -1,0 +1,268 @@
+"""Communicators between processes, over gloo.
+
+One gloo process group per communicator, made directly over a store: there is no default group, and only members take part.
+
+Gloo fills a buffer from a message that is too short, or of another type, without a word. So a message between two members is a
+*frame*: the payload, then a trailer with a magic number, the message's number, and the tensor's type and shape, which the receiver
+compares with what it expects. (A message that is too long is fatal inside gloo: the receiving process ends.)
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from math import prod
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from piper.devices.tensors import as_torch, torch_dtype
+from piper.errors import CommunicationError
+from piper.ids import DeviceId
+from piper.ops.base import CommunicatorId, Message, Tensor
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds that a wait may last."""
+
+_MAGIC = 0x7069706572_6672
+_DIMS = 6
+_TRAILER = struct.Struct(f"<QQHH4x{_DIMS}q")  # magic, number, type, dimensions, sizes
+_TAG = 0
+
+_DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
+
+Sizes: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a trailer says of a tensor. A seventh and later sizes are folded into the last entry."""
+
+    dtype: str
+    ndim: int
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, dtype: str, shape: Sizes) -> "_Kind":
+        if len(shape) <= _DIMS:
+            return cls(dtype, len(shape), shape + (0,) * (_DIMS - len(shape)))
+        digest = blake2b(repr(shape[_DIMS - 1 :]).encode(), digest_size=7).digest()
+        return cls(dtype, len(shape), (*shape[: _DIMS - 1], int.from_bytes(digest, "little")))
+
+    def __str__(self) -> str:
+        rest = ", ..." if self.ndim > _DIMS else ""
+        return f"{self.dtype}[{', '.join(map(str, self.sizes[: self.ndim]))}{rest}]"
+
+
+class _Layout:
+    """The frame of one kind of message."""
+
+    def __init__(self, shape: Sizes, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.kind = _Kind.of(str(dtype).removeprefix("torch."), shape)
+        self.nbytes = prod(shape) * dtype.itemsize
+        self.trailer = -(-self.nbytes // 8) * 8  # aligned
+        self.size = self.trailer + _TRAILER.size
+
+    def payload(self, frame: torch.Tensor) -> torch.Tensor:
+        """The message's tensor inside *frame*; torch's allocations are aligned for every type."""
+        return frame[: self.nbytes].view(self.dtype).view(self.shape)
+
+    def seal(self, frame: torch.Tensor, number: int) -> None:
+        """Write the trailer."""
+        kind = self.kind
+        _TRAILER.pack_into(
+            frame.numpy(),
+            self.trailer,
+            _MAGIC,
+            number,
+            _DTYPES.index(kind.dtype),
+            kind.ndim,
+            *kind.sizes,
+        )
+
+    def clear(self, frame: torch.Tensor) -> None:
+        """Erase the trailer, so that what memory held before cannot pass for one."""
+        frame[self.trailer :].zero_()
+
+    def check(self, frame: torch.Tensor, number: int, where: str) -> None:
+        """Raise :class:`CommunicationError` unless the frame is whole, in turn and of this kind."""
+        magic, found_number, code, ndim, *sizes = _TRAILER.unpack_from(frame.numpy(), self.trailer)
+        if magic != _MAGIC:
+            raise CommunicationError(
+                f"{where}: expected message {number}, {self.kind}, of {self.size} bytes, found {self._short(frame)}; "
+                f"the two devices run different plans"
+            )
+        found = _Kind(_DTYPES[code], ndim, tuple(sizes))
+        if (found, found_number) != (self.kind, number):
+            raise CommunicationError(
+                f"{where}: expected message {number}, {self.kind}, found message {found_number}, {found}; the two devices "
+                f"run different plans"
+            )
+
+    def _short(self, frame: torch.Tensor) -> str:
+        """What arrived instead, if its trailer can be found."""
+        data = frame.numpy().tobytes()
+        at = data.rfind(_MAGIC.to_bytes(8, "little"))
+        if at < 0 or at + _TRAILER.size > len(data):
+            return "a message without a trailer"
+        _, number, code, ndim, *sizes = _TRAILER.unpack_from(data, at)
+        kind = _Kind(_DTYPES[code], ndim, tuple(sizes)) if code < len(_DTYPES) else "?"
+        return f"message {number}, {kind}, of {at + _TRAILER.size} bytes"
+
+
+class _Work:
+    """A gloo operation in flight. *keep* stays alive until it is complete; *finish* runs once after it."""
+
+    __slots__ = ("_complete", "_finish", "_keep", "_what", "_work")
+
+    def __init__(
+        self,
+        work: dist.Work,
+        what: str,
+        keep: object,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._work = work
+        self._what = what
+        self._keep = keep
+        self._finish = finish
+        self._complete = False
+
+    def wait(self) -> None:
+        """See :class:`~piper.ops.base.Handle`."""
+        if self._complete:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(_explain(self._what, error)) from error
+        self._complete, self._keep = True, None
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def done(self) -> bool:
+        """Whether gloo is through with it."""
+        return self._complete or bool(self._work.is_completed())
+
+
+def _explain(what: str, error: RuntimeError) -> str:
+    text = str(error).partition(". This may")[0].partition(". This is typically")[0]
+    timed_out = "timed out" in text.lower() or "timeout" in text.lower()
+    reason = "it did not complete in time" if timed_out else "the connection to its peer was lost"
+    return f"{what}: {reason} ({text.strip()})"
+
+
+class GlooCommunicator:
+    """One member's end. Implements :class:`~piper.ops.base.Communicator`.
+
+    Making it connects all members with each other; all of them must do so.
+    """
+
+    def __init__(
+        self,
+        name: CommunicatorId,
+        members: Sequence[DeviceId],
+        device: DeviceId,
+        store: dist.Store,
+        *,
+        host: str = "127.0.0.1",
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.rank = members.index(device)
+        self.size = len(members)
+        self._name = name
+        self._members = tuple(members)
+        self._sent = [0] * self.size
+        self._received = [0] * self.size
+        self._layouts: dict[tuple[Sizes, torch.dtype], _Layout] = {}
+        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 (torch's name for it)
+        options._timeout = timedelta(seconds=timeout)  # noqa: SLF001
+        options._threads = 2  # noqa: SLF001
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+        try:
+            self._group = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"piper/{name}", store), self.rank, self.size, options
+            )
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"communicator {name!r}: the devices {list(members)} could not connect: {error}"
+            ) from error
+
+    def send(self, tensor: Tensor, peer: int) -> _Work:
+        """Send a copy, framed."""
+        source = as_torch(tensor)
+        layout = self._layout(tuple(source.shape), source.dtype)
+        frame = torch.empty(layout.size, dtype=torch.uint8)
+        layout.payload(frame).copy_(source)
+        self._sent[peer] += 1
+        layout.seal(frame, self._sent[peer])
+        work = self._start(lambda: self._group.send([frame], peer, _TAG))
+        return _Work(work, self._what("send to", peer), frame)
+
+    def receive(self, message: Message, peer: int) -> tuple[torch.Tensor, _Work]:
+        """Post a receive of a frame."""
+        layout = self._layout(message.shape, torch_dtype(message.dtype))
+        frame = torch.empty(layout.size, dtype=torch.uint8)
+        layout.clear(frame)
+        self._received[peer] += 1
+        number = self._received[peer]
+        what = self._what("receive from", peer)
+        work = self._start(lambda: self._group.recv([frame], peer, _TAG))
+        handle = _Work(work, what, frame, lambda: layout.check(frame, number, what))
+        return layout.payload(frame), handle
+
+    def all_reduce(self, flat: Tensor) -> _Work:
+        """Sum in place. Gloo reduces each part on one member and copies it to the others: same bits everywhere."""
+        target = as_torch(flat)
+        if target.is_complex():
+            target = torch.view_as_real(target).view(-1)
+        if target.dtype == torch.bool:
+            return self._reduce(target.view(torch.uint8), dist.ReduceOp.MAX)
+        if target.dtype == torch.int16:
+            wide = target.to(torch.int32)
+            return self._reduce(wide, dist.ReduceOp.SUM, lambda: _copy(target, wide))
+        return self._reduce(target, dist.ReduceOp.SUM)
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> _Work:
+        """Concatenate, as bytes."""
+        target, source = _bytes(as_torch(out)), _bytes(as_torch(shard))
+        work = self._start(lambda: self._group._allgather_base(target, source))  # noqa: SLF001
+        return _Work(work, self._what("all_gather"), (target, source))
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor) -> _Work:
+        """The own part of the sum. Same bits as :meth:`all_reduce`."""
+        target, source = as_torch(out), as_torch(flat).clone()
+        mine = torch.split(source, target.numel())[self.rank]
+        handle = self.all_reduce(source)
+        return _Chained(handle, lambda: _copy(target, mine))
+
+    def all_to_all(
+        self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> _Work:
+        """Exchange parts, as bytes."""
+        raise NotImplementedError
+
+    def broadcast(self, flat: Tensor, root: int) -> _Work:
+        """Copy the root's tensor, as bytes."""
+        target = _bytes(as_torch(flat))
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        work = self._start(lambda: self._group.broadcast([target], options))
+        return _Work(work, self._what("broadcast"), target)

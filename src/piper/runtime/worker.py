@@ -1,0 +1,194 @@
+"""What runs on each device: its plans, its state, and whole runs of steps."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from piper.devices.base import TorchDevice
+from piper.errors import RunError
+from piper.ids import DeviceId
+from piper.ops.base import Communicator, CommunicatorId
+from piper.ops.load_input import LoadInput
+from piper.plan.model import DevicePlan, Plan
+from piper.runtime.batch import (
+    Batch,
+    Data,
+    Signature,
+    flatten,
+    signature_of,
+)
+from piper.runtime.context import Context
+from piper.runtime.interpreter import Program
+from piper.runtime.state import ModelState, OptimizerSpec, StateSnapshot, Weights
+
+CommunicatorFactory: TypeAlias = Callable[[CommunicatorId, tuple[DeviceId, ...]], Communicator]
+"""Makes this device's end; every member makes its own at the same point of the same sequence of calls."""
+
+CONTROL: CommunicatorId = "control"
+"""The communicator over all devices on which they agree whether to run a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStep:
+    """What one device reports of one step: scalars by name and global microbatch, and the time it took in seconds."""
+
+    step: int
+    values: dict[str, dict[int, float]]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRun:
+    """The completed steps; ``stopped_at`` as in a backend's result, ``signature`` only from a device that saw the batch."""
+
+    steps: tuple[WorkerStep, ...]
+    stopped_at: int | None = None
+    signature: Signature | None = None
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A plan on this worker; ``program`` exists once there is state."""
+
+    plan: Plan
+    mine: DevicePlan
+    signature: Signature
+    constants: Mapping[str, torch.Tensor]
+    context: Context
+    loads: bool
+    program: Program | None = None
+
+
+class Worker:
+    """One device. All workers receive the same calls in the same order."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: Callable[[], TorchDevice],
+        communicators: CommunicatorFactory,
+    ) -> None:
+        self._rank = rank
+        self._everyone = tuple(DeviceId(r) for r in range(world_size))
+        self._make_device = device
+        self._make_communicator = communicators
+        self._communicators: dict[CommunicatorId, Communicator] = {}
+        self._plans: dict[str, _Loaded] = {}
+        self._state: ModelState | None = None
+
+    def load(
+        self, key: str, plan: Plan, signature: Signature, constants: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Make *plan*'s part for this device ready to run; *constants* are buffers that only this plan has."""
+        (mine,) = (p for p in plan.devices if p.device == self._rank)
+        for info in plan.communicators:
+            if self._rank in info.members:
+                self._join(info.name, info.members)
+        self._join(CONTROL, self._everyone)
+        device = self._make_device()
+        context = Context(plan, device.torch_device)
+        loads = any(isinstance(i, LoadInput) for i in mine.instructions)
+        loaded = _Loaded(plan, mine, signature, constants, context, loads)
+        self._plans[key] = loaded
+        if self._state is not None:
+            loaded.program = self._program(loaded, device, self._state)
+
+    def initialise(
+        self, key: str, weights: Weights, names: Sequence[str], optimizer: OptimizerSpec | None
+    ) -> None:
+        """Hold the parameters and buffers *names*, and an optimizer for them."""
+        dag = self._plans[key].plan.dag
+        tensors = weights(names) if callable(weights) else weights
+        self._state = ModelState(
+            {name: tensors[name] for name in names if name in dag.parameters},
+            {name: tensors[name] for name in names if name in dag.buffers},
+            dag.parameters,
+            optimizer,
+            self._make_device().torch_device,
+        )
+        for loaded in self._plans.values():
+            loaded.program = self._program(loaded, self._make_device(), self._state)
+
+    def run(
+        self,
+        key: str,
+        data: Data | None,
+        *,
+        first_step: int,
+        num_steps: int,
+        seed: int,
+        agree: bool,
+    ) -> WorkerRun:
+        """Run steps of plan *key*. *data* is only needed where inputs are loaded.
+
+        With *agree* the devices check before each step that every one of them has a batch of the plan's signature.
+        """
+        loaded = self._plans[key]
+        assert loaded.program is not None, "run before initialise"
+        assert self._state is not None
+        done: list[WorkerStep] = []
+        for step in range(first_step, first_step + num_steps):
+            began = time.perf_counter()
+            found = self._load_batch(loaded, data, step)
+            if agree and self._anyone(found is not None):
+                loaded.context.leaves = {}
+                return WorkerRun(tuple(done), step, found)
+            assert agree or found is None, "the driver checked the batch"
+            self._state.begin_step(step)
+            loaded.context.step, loaded.context.seed = step, seed
+            loaded.program.run()
+            loaded.context.leaves = {}
+            seconds = time.perf_counter() - began
+            done.append(WorkerStep(step, loaded.context.take(), seconds))
+        return WorkerRun(tuple(done))
+
+    def snapshot(self, names: Sequence[str], *, optimizer: bool) -> StateSnapshot:
+        """Copies of the named tensors, which this device holds."""
+        assert self._state is not None
+        return self._state.snapshot(names, optimizer=optimizer)
+
+    def restore(self, snapshot: StateSnapshot) -> None:
+        """Overwrite the state."""
+        assert self._state is not None
+        self._state.restore(snapshot)
+
+    def _join(self, name: CommunicatorId, members: tuple[DeviceId, ...]) -> None:
+        if name not in self._communicators:
+            self._communicators[name] = self._make_communicator(name, members)
+
+    def _program(self, loaded: _Loaded, device: TorchDevice, state: ModelState) -> Program:
+        return Program(
+            plan=loaded.plan,
+            mine=loaded.mine,
+            device=device,
+            state=state,
+            context=loaded.context,
+            communicators=self._communicators,
+            constants=loaded.constants,
+        )
+
+    def _load_batch(self, loaded: _Loaded, data: Data | None, step: int) -> Signature | None:
+        """Put the batch of *step* into the context; its signature if that is not the plan's."""
+        if not loaded.loads:
+            return None
+        assert data is not None, "this device loads inputs and was given no data"
+        try:
+            batch: Batch = data(step)
+            leaves = flatten(batch)
+        except Exception as error:
+            raise RunError(
+                f"device {self._rank}: the batch of step {step} could not be loaded: {type(error).__name__}: {error}"
+            ) from error
+        found = signature_of(leaves)
+        loaded.context.leaves = leaves
+        return None if found == loaded.signature else found
+
+    def _anyone(self, mine: bool) -> bool:
+        """Whether *mine* holds on any device."""
+        flag = torch.tensor([int(mine)], dtype=torch.int64)
+        self._communicators[CONTROL].all_reduce(flag).wait()
+        return bool(flag.item())

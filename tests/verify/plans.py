@@ -1,0 +1,138 @@
+"""Plans to verify, and ways to spoil them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from msgspec.structs import replace as replace_struct
+from tests.verify.dags import chain
+
+from piper.directives.replicate import Replicate
+from piper.directives.split import Split
+from piper.directives.strategy import Strategy, apply
+from piper.ir.dag import Dag
+from piper.ops.base import Instruction
+from piper.plan.model import Plan
+from piper.planner import plan as make_plan
+from piper.schedules.interleaved import interleaved_one_f_one_b
+from piper.schedules.one_f_one_b import one_f_one_b
+from piper.schedules.placements import chain as chained
+from piper.schedules.placements import looped, two_way
+from piper.verify import find_problems
+
+ROWS = 16
+
+
+def pipeline(stages: int, *, replicas: int = 1, microbatches: int = 4, **replicate) -> Strategy:
+    """1F1B over *stages* groups of *replicas* devices."""
+    groups = [[s * replicas + r for r in range(replicas)] for s in range(stages)]
+    strategy = [*chained(groups), Split({}, num_microbatches=microbatches)]
+    if replicas > 1:
+        strategy.insert(0, Replicate({}, **replicate))
+    return [*strategy, *one_f_one_b(stages, microbatches)]
+
+
+def interleaved(ranks: int, virtual: int, microbatches: int) -> Strategy:
+    return [
+        *looped([[r] for r in range(ranks)], virtual),
+        Split({}, num_microbatches=microbatches),
+        *interleaved_one_f_one_b(ranks, virtual, microbatches),
+    ]
+
+
+def both_ways(ranks: int, microbatches: int, replicas: int = 1) -> Strategy:
+    groups = [[s * replicas + r for r in range(replicas)] for s in range(ranks)]
+    strategy = [Split({}, num_microbatches=microbatches), *two_way(groups, microbatches)]
+    return [Replicate({}), *strategy] if replicas > 1 else strategy
+
+
+CASES: dict[str, Callable[[], tuple[Dag, Strategy]]] = {
+    "1f1b": lambda: (chain(2, ROWS), pipeline(2)),
+    "1f1b deep": lambda: (chain(4, ROWS, skip=True), pipeline(4, microbatches=8)),
+    "1f1b × dp": lambda: (chain(2, ROWS), pipeline(2, replicas=2)),
+    "dp": lambda: (chain(1, ROWS), pipeline(1, replicas=2)),
+    "interleaved": lambda: (chain(4, ROWS), interleaved(2, 2, 4)),
+    "tied": lambda: (chain(3, ROWS, tied=True), pipeline(3)),
+    "tied × dp": lambda: (chain(2, ROWS, tied=True), pipeline(2, replicas=2)),
+    "skips": lambda: (chain(4, ROWS, skip=True), pipeline(4)),
+    "weighted": lambda: (chain(3, ROWS, weighted=True), pipeline(3)),
+    "weighted × dp": lambda: (chain(2, ROWS, weighted=True), pipeline(2, replicas=2)),
+    "buckets": lambda: (chain(3, ROWS), pipeline(3, replicas=2, bucket_size=1e-5)),
+    "buffer": lambda: (chain(2, ROWS, buffer=True), pipeline(2)),
+    "buffer × dp": lambda: (
+        chain(2, ROWS, buffer=True),
+        pipeline(2, replicas=2, replicated_buffers="first"),
+    ),
+    "two ways": lambda: (chain(2, ROWS, tied=True, weighted=True), both_ways(2, 4)),
+    "two ways × dp": lambda: (chain(2, ROWS), both_ways(2, 4, replicas=2)),
+    "looped, unordered": lambda: (
+        chain(4, ROWS, skip=True),
+        [*looped([[0], [1]], 2), Split({}, num_microbatches=4)],
+    ),
+}
+
+
+def make(dag: Dag, strategy: Strategy) -> Plan:
+    """Apply and plan."""
+    return make_plan(apply(dag, strategy))
+
+
+def case(name: str) -> Plan:
+    """The plan of one of :data:`CASES`."""
+    return make(*CASES[name]())
+
+
+Program = list[Instruction]
+
+
+def spoil(plan: Plan, device: int, change: Callable[[Program], Sequence[Instruction]]) -> Plan:
+    """*plan* with *device*'s instructions changed."""
+    devices = list(plan.devices)
+    instructions = tuple(change(list(devices[device].instructions)))
+    devices[device] = replace_struct(devices[device], instructions=instructions)
+    return replace(plan, devices=tuple(devices))
+
+
+def edit(plan: Plan, device: int, position: int, **fields: object) -> Plan:
+    """*plan* with fields of one instruction changed."""
+
+    def change(program: Program) -> Program:
+        program[position] = replace_struct(program[position], **fields)
+        return program
+
+    return spoil(plan, device, change)
+
+
+def drop(plan: Plan, device: int, position: int) -> Plan:
+    return spoil(plan, device, lambda program: program[:position] + program[position + 1 :])
+
+
+def move(plan: Plan, device: int, position: int, to: int) -> Plan:
+    def change(program: Program) -> Program:
+        program.insert(to, program.pop(position))
+        return program
+
+    return spoil(plan, device, change)
+
+
+def swap(plan: Plan, device: int, one: int, two: int) -> Plan:
+    def change(program: Program) -> Program:
+        program[one], program[two] = program[two], program[one]
+        return program
+
+    return spoil(plan, device, change)
+
+
+def find(plan: Plan, device: int, kind: type[Instruction], count: int = 0) -> int:
+    """The position of *device*'s instruction number *count* of a kind."""
+    program = plan.devices[device].instructions
+    return [i for i, instruction in enumerate(program) if type(instruction) is kind][count]
+
+
+def checks(plan: Plan) -> set[str]:
+    """The names of the checks that find something."""
+    return {problem.check for problem in find_problems(plan)}
+
+
+def texts(plan: Plan, check: str) -> str:
+    """All that one check finds."""
+    return "\n".join(p.text for p in find_problems(plan) if p.check == check)
