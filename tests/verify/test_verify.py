@@ -313,8 +313,8 @@ class TestDeadlock:
     def test_cycle_is_shown(self):
         text = texts(self.blocked(), "deadlock")
         assert "2 of 2 devices never finish" in text
-        rows = text.splitlines()[2:6]
-        assert [row.split()[0] for row in rows] == ["0", "1", "1", "0"]
+        rows = text.splitlines()[2:8]
+        assert [row.split()[0] for row in rows] == ["0", "0", "1", "1", "1", "0"]
         assert "wait" in rows[0]
         assert "post_receive" in rows[0]
         assert "meets" in text
@@ -322,7 +322,7 @@ class TestDeadlock:
 
     def test_error_names_the_orders(self):
         text = texts(self.blocked(), "deadlock")
-        assert "directive 3: Order(" in text
+        assert "directive 4: Order(" in text
 
     def test_stream_order_blocks(self):
         """A message waits for the message before it on its stream, not only for its peer."""

@@ -13,6 +13,7 @@ from piper.api.capture_check import check_capture
 from piper.api.compare import Errors, compare, scalar_error
 from piper.api.programs import Programs, model_tensors
 from piper.api.reference import Reference
+from piper.api.rows import rebuild_sequence
 from piper.api.trainer import Trainer
 from piper.backends.base import Backend
 from piper.backends.inprocess import InProcessBackend
@@ -82,7 +83,9 @@ class CheckReport:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """A table of the worst errors, the verdict, and what to know about the loss."""
-        table = Table("step", "what", "worst at", "error", title="against single-process training, float64")
+        table = Table(
+            "step", "what", "worst at", "error", title="against single-process training, float64"
+        )
         for step in self.steps:
             table.add_row(str(step.step), "loss", "", _mark(step.loss, self.tolerance))
             for what, errors in (
@@ -127,7 +130,11 @@ def check(
     parameter and buffer. *backend* defaults to threads of this process. Raises what :func:`piper.compile` raises.
     """
     model = copy.deepcopy(model).double()
-    fetch = (lambda step: _double(batch(step))) if callable(batch) else lambda _: _double(batch)
+
+    def fetch(step: int) -> Batch:
+        inputs, targets = batch(step) if callable(batch) else batch
+        return _double(inputs), _double(targets)
+
     groups = None if param_groups is None else tuple(param_groups)
     spec = OptimizerSpec(build=optimizer, param_groups=groups, lr_schedule=lr_schedule)
     programs = Programs(model, loss_fn, strategy, batch_dims)
@@ -140,7 +147,9 @@ def check(
     observed = OptimizerSpec(optimizer, groups, lr_schedule, tap.observe)
     errors: list[StepErrors] = []
     loss = 0.0
-    with Trainer(programs, program, backend or InProcessBackend(), tensors, observed, seed) as trainer:
+    with Trainer(
+        programs, program, backend or InProcessBackend(), tensors, observed, seed
+    ) as trainer:
         for step in range(steps):
             current = fetch(step)
             result = trainer.step(*current)
@@ -192,7 +201,9 @@ def _parameters(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     dag = trainer.dag
     state = trainer.state_dict()
-    expected = to_user_names({n: p.detach() for n, p in reference.state.parameters.items()}, dag.parameters)
+    expected = to_user_names(
+        {n: p.detach() for n, p in reference.state.parameters.items()}, dag.parameters
+    )
     return {n: state[n] for n in expected}, expected
 
 
@@ -211,8 +222,6 @@ def _double(tree: object) -> object:
         return tree.double() if tree.is_floating_point() else tree
     if isinstance(tree, Mapping):
         return {key: _double(child) for key, child in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_double(child) for child in tree))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(_double(child) for child in tree)
+        return rebuild_sequence(tree, [_double(child) for child in tree])
     return tree

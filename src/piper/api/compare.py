@@ -1,5 +1,6 @@
 """How far a result is from the reference."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ construction are rounding errors, not results."""
 @dataclass(frozen=True, slots=True)
 class Errors:
     """Relative errors by name, ``|a - b| / max(|b|, FLOOR * largest |b|)`` in the 2-norm; a NaN is infinitely wrong, as
-    is a tensor that exists on one side only."""
+    is a tensor that exists on one side only.
+    """
 
     by_name: Mapping[str, float]
 
@@ -37,7 +39,9 @@ def compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tens
 
 def scalar_error(found: float, expected: float) -> float:
     """Relative error of a scalar; infinite for a NaN."""
-    return _error(torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), 0.0)
+    return _error(
+        torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), 0.0
+    )
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
@@ -46,7 +50,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
     wide = torch.complex128 if expected.is_complex() else torch.float64
     distance = _norm(found.to(wide) - expected.to(wide))
     scale = max(_norm(expected), floor)
-    if distance != distance or scale != scale:
+    if math.isnan(distance) or math.isnan(scale):
         return float("inf")
     return distance / scale if scale else float("inf") if distance else 0.0
 

@@ -53,7 +53,7 @@ class Reference:
             loss, weight = self._forward(part, step, number)
             for name, gradient in self._backward(loss).items():
                 sums[name] = sums[name] + gradient if name in sums else gradient
-            total_loss += float(loss)
+            total_loss += float(loss.detach())
             total_weight += weight
         return ReferenceStep(
             total_loss / total_weight, {name: g / total_weight for name, g in sums.items()}
@@ -81,9 +81,9 @@ class Reference:
         with DrawFrom(self._seed, step, number):
             outputs = functional_call(self._model, self._tensors(), args, kwargs)
             result = self._loss_fn(outputs, targets)
-        if isinstance(result, tuple):
-            return result[0], float(result[1])
-        return result, 1.0
+        loss, weight = result if isinstance(result, tuple) else (result, 1.0)
+        assert isinstance(loss, torch.Tensor)
+        return loss, float(weight)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
@@ -102,4 +102,3 @@ class Reference:
             return {}
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         return {n: g.detach() for n, g in zip(trained, found, strict=True) if g is not None}
-

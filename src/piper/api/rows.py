@@ -21,7 +21,10 @@ class Rows:
         found: dict[int, str] = {}
         self._map(batch, lambda name, tensor, dim: self._note(found, name, tensor, dim))
         if len(found) != 1:
-            what = ", ".join(f"{name} has {rows}" for rows, name in found.items()) or "no tensor is split"
+            what = (
+                ", ".join(f"{name} has {rows}" for rows, name in found.items())
+                or "no tensor is split"
+            )
             raise BatchError(f"the tensors of a batch must have one number of rows, found: {what}")
         return next(iter(found))
 
@@ -56,12 +59,22 @@ class Rows:
                 return {key: walk(f"{name}.{key}", child) for key, child in tree.items()}
             if isinstance(tree, (tuple, list)):
                 children = [walk(f"{name}[{i}]", child) for i, child in enumerate(tree)]
-                if hasattr(tree, "_fields"):
-                    return type(tree)(*children)
-                return type(tree)(children)
+                return rebuild_sequence(tree, children)
             dim = dims.get(name)
             if dim is None or not isinstance(tree, torch.Tensor):
                 return tree
             return function(name, tree, dim)
 
         return walk("inputs", batch[0]), walk("targets", batch[1])
+
+
+def rebuild_sequence(
+    original: tuple[object, ...] | list[object], children: list[object]
+) -> tuple[object, ...] | list[object]:
+    """*children* in a sequence of *original*'s kind; a named tuple stays one."""
+    if isinstance(original, list):
+        return children
+    make = getattr(type(original), "_make", tuple)
+    made = make(children)
+    assert isinstance(made, tuple)
+    return made

@@ -198,7 +198,9 @@ class Trainer:
         while done < steps:
             batches = list(islice(stream, min(BATCHES_PER_CALL, steps - done)))
             if not batches:
-                raise BatchError(f"the data ended after {done} of {steps} steps; give more, or ask for fewer steps")
+                raise BatchError(
+                    f"the data ended after {done} of {steps} steps; give more, or ask for fewer steps"
+                )
             same = [self._programs.training(b) for b in batches]
             first = same[0]
             count = next((i for i, p in enumerate(same) if p is not first), len(batches))
@@ -238,7 +240,9 @@ class Trainer:
                     sample = data(run.stopped_at)
                     break
 
-    def _call(self, program: Program, batches: Sequence[Batch], step: int) -> tuple[StepResult, ...]:
+    def _call(
+        self, program: Program, batches: Sequence[Batch], step: int
+    ) -> tuple[StepResult, ...]:
         self._load(program)
         with self._closing_on_error():
             run = self._backend.run(program.key, batches, first_step=step, seed=self._seed)
@@ -254,9 +258,7 @@ class Trainer:
             raise StateError("this trainer is closed; compile a new one")
         if program.key not in self._loaded:
             with self._closing_on_error():
-                self._backend.load(
-                    program.key, program.plan, program.signature, program.constants
-                )
+                self._backend.load(program.key, program.plan, program.signature, program.constants)
             self._loaded.add(program.key)
 
     def _advance(self, result: StepResult, tokens: int) -> TrainResult:
@@ -284,9 +286,7 @@ class Trainer:
             raise
 
 
-def _combine(
-    kind: LossKind, losses: Mapping[int, float], weights: Mapping[int, float]
-) -> float:
+def _combine(kind: LossKind, losses: Mapping[int, float], weights: Mapping[int, float]) -> float:
     """The loss of the global batch from those of its microbatches, added in microbatch order."""
     total = sum(losses[m] for m in sorted(losses))
     if kind is LossKind.MEAN:
@@ -301,16 +301,18 @@ def _tokens(batch: Batch, rows: int | None) -> int:
         if tensor is not None and not tensor.is_floating_point():
             return tensor.numel()
     tensor = _first_tensor(batch[0])
-    return rows if rows is not None else tensor.shape[0] if tensor is not None and tensor.dim() else 1
+    return (
+        rows if rows is not None else tensor.shape[0] if tensor is not None and tensor.dim() else 1
+    )
 
 
 def _first_tensor(tree: object) -> torch.Tensor | None:
     if isinstance(tree, torch.Tensor):
         return tree
-    children = tree.values() if isinstance(tree, Mapping) else tree
-    if not isinstance(tree, (Mapping, tuple, list)):
+    children = list(tree.values()) if isinstance(tree, Mapping) else tree
+    if not isinstance(children, (tuple, list)):
         return None
-    return next((t for child in children if (t := _first_tensor(child)) is not None), None)  # type: ignore[union-attr]
+    return next((t for child in children if (t := _first_tensor(child)) is not None), None)
 
 
 def _chained(first: Sequence[Batch], rest: Iterator[Batch]) -> Iterator[Batch]:

@@ -7,7 +7,7 @@ whatever a step needs was shipped before it. One driver thread uses a backend at
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
@@ -258,11 +258,12 @@ class WorkerBackend(ABC):
                 f"the plan is for {plan.num_devices} devices, the backend has {self._num_devices}; start the backend "
                 f"with as many devices as the strategy names"
             )
-        shared, own = self._share(plan), dict(constants or {})
+        shared, own = self._share(_common(plan)), dict(constants or {})
         arguments = [
             {
                 "key": key,
                 "plan": shared,
+                "mine": mine,
                 "signature": signature,
                 "constants": {n: own[n] for n in _state_names(mine) if n in own},
             }
@@ -281,18 +282,13 @@ class WorkerBackend(ABC):
             group_parameters(known.plan.dag.parameters, optimizer.param_groups)
         if not callable(weights):
             _check_weights(weights, holdings)
-        self._call_all(
-            "initialise",
-            [
-                {
-                    "key": key,
-                    "weights": self._weights_of(weights, names),
-                    "names": names,
-                    "optimizer": optimizer,
-                }
-                for names in holdings.names
-            ],
-        )
+        arguments = [
+            {"key": key, "weights": shared, "names": names, "optimizer": optimizer}
+            for names, shared in zip(
+                holdings.names, self._shared_weights(weights, holdings.names), strict=True
+            )
+        ]
+        self._call_all("initialise", arguments)
         self._holdings = holdings
 
     def run(
@@ -374,12 +370,25 @@ class WorkerBackend(ABC):
             raise StateError("the workers have no state yet; call initialise first")
         return self._holdings
 
-    def _weights_of(self, weights: Weights, names: Sequence[str]) -> Weights:
-        return weights if callable(weights) else {name: weights[name] for name in names}
+    def _shared_weights(self, weights: Weights, names: Sequence[tuple[str, ...]]) -> list[object]:
+        """Each device's weights; devices that hold the same names share one copy."""
+        if callable(weights):
+            return [self._share(weights)] * len(names)
+        parts = {
+            held: self._share({n: weights[n].detach() for n in held})
+            for held in dict.fromkeys(names)
+        }
+        return [parts[held] for held in names]
 
 
 def _by_device(plan: Plan) -> list[DevicePlan]:
     return sorted(plan.devices, key=lambda mine: mine.device)
+
+
+def _common(plan: Plan) -> Plan:
+    """What every worker needs of *plan*, see :meth:`~piper.runtime.worker.Worker.load`."""
+    dag = replace(plan.dag, values={}, contributions={}, order=(), directives=())
+    return replace(plan, dag=dag, devices=())
 
 
 def _loads_inputs(mine: DevicePlan) -> bool:

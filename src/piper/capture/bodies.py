@@ -10,9 +10,10 @@ import torch.fx
 
 from piper.capture.joint import dim, is_random, size_argument
 from piper.capture.operators import is_size, name
+from piper.dtypes import DType
 from piper.errors import CaptureError
 from piper.ir import body as ir
-from piper.ir.body import Arg, Body, Call, Const, DType, Literal, Ref, TensorSpec
+from piper.ir.body import Arg, Body, Call, Const, Literal, Ref, TensorSpec
 
 Node: TypeAlias = torch.fx.Node
 

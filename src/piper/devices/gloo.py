@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from math import prod
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -169,6 +169,40 @@ def _explain(what: str, error: RuntimeError) -> str:
     return f"{what}: {reason} ({text.strip()})"
 
 
+class _Group(Protocol):
+    """The part of gloo's process group that is used here."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work: ...
+    def allreduce(
+        self, tensors: list[torch.Tensor], options: dist.AllreduceOptions
+    ) -> dist.Work: ...
+    def broadcast(
+        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
+    ) -> dist.Work: ...
+    def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor) -> dist.Work: ...
+    def _reduce_scatter_base(
+        self, out: torch.Tensor, flat: torch.Tensor, options: dist.ReduceScatterOptions
+    ) -> dist.Work: ...
+    def alltoall_base(
+        self, out: torch.Tensor, flat: torch.Tensor, out_splits: list[int], in_splits: list[int]
+    ) -> dist.Work: ...
+
+
+def _connect(
+    name: str, rank: int, size: int, store: dist.Store, host: str, timeout: float
+) -> _Group:
+    """A process group of its own; torch's stubs know neither the options nor the methods of gloo's."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001 (torch's name for it)
+    options._timeout = timedelta(seconds=timeout)  # noqa: SLF001
+    options._threads = 2  # noqa: SLF001
+    options._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001
+    prefixed = dist.distributed_c10d.PrefixStore(name, store)
+    group: _Group = gloo(prefixed, rank, size, options)
+    return group
+
+
 class GlooCommunicator:
     """One member's end. Implements :class:`~piper.ops.base.Communicator`.
 
@@ -192,14 +226,8 @@ class GlooCommunicator:
         self._sent = [0] * self.size
         self._received = [0] * self.size
         self._layouts: dict[tuple[Sizes, torch.dtype], _Layout] = {}
-        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 (torch's name for it)
-        options._timeout = timedelta(seconds=timeout)  # noqa: SLF001
-        options._threads = 2  # noqa: SLF001
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
         try:
-            self._group = dist.ProcessGroupGloo(
-                dist.PrefixStore(f"piper/{name}", store), self.rank, self.size, options
-            )
+            self._group = _connect(f"piper/{name}", self.rank, self.size, store, host, timeout)
         except RuntimeError as error:
             raise CommunicationError(
                 f"communicator {name!r}: the devices {list(members)} could not connect: {error}"
@@ -231,14 +259,11 @@ class GlooCommunicator:
     def all_reduce(self, flat: Tensor) -> _Work:
         """Sum in place. Gloo reduces each part on one member and copies it to the others: same bits everywhere."""
         target = as_torch(flat)
-        if target.is_complex():
-            target = torch.view_as_real(target).view(-1)
-        if target.dtype == torch.bool:
-            return self._reduce(target.view(torch.uint8), dist.ReduceOp.MAX)
-        if target.dtype == torch.int16:
-            wide = target.to(torch.int32)
-            return self._reduce(wide, dist.ReduceOp.SUM, lambda: _copy(target, wide))
-        return self._reduce(target, dist.ReduceOp.SUM)
+        plain = _summable(target)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _operation(target.dtype)
+        work = self._start(lambda: self._group.allreduce([plain], options))
+        return self._reduced(work, "all_reduce", target, plain)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> _Work:
         """Concatenate, as bytes."""
@@ -247,17 +272,25 @@ class GlooCommunicator:
         return _Work(work, self._what("all_gather"), (target, source))
 
     def reduce_scatter(self, out: Tensor, flat: Tensor) -> _Work:
-        """The own part of the sum. Same bits as :meth:`all_reduce`."""
-        target, source = as_torch(out), as_torch(flat).clone()
-        mine = torch.split(source, target.numel())[self.rank]
-        handle = self.all_reduce(source)
-        return _Chained(handle, lambda: _copy(target, mine))
+        """Each member's part of the sum."""
+        target = as_torch(out)
+        plain, source = _summable(target), _summable(as_torch(flat))
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _operation(target.dtype)
+        work = self._start(
+            lambda: self._group._reduce_scatter_base(plain, source, options)  # noqa: SLF001
+        )
+        return self._reduced(work, "reduce_scatter", target, plain, source)
 
     def all_to_all(
         self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> _Work:
         """Exchange parts, as bytes."""
-        raise NotImplementedError
+        size = as_torch(flat).element_size()
+        target, source = _bytes(as_torch(out)), _bytes(as_torch(flat))
+        wanted, given = [n * size for n in out_splits], [n * size for n in in_splits]
+        work = self._start(lambda: self._group.alltoall_base(target, source, wanted, given))
+        return _Work(work, self._what("all_to_all"), (target, source))
 
     def broadcast(self, flat: Tensor, root: int) -> _Work:
         """Copy the root's tensor, as bytes."""
@@ -266,3 +299,55 @@ class GlooCommunicator:
         options.rootRank = root
         work = self._start(lambda: self._group.broadcast([target], options))
         return _Work(work, self._what("broadcast"), target)
+
+    def _layout(self, shape: Sizes, dtype: torch.dtype) -> _Layout:
+        layout = self._layouts.get((shape, dtype))
+        if layout is None:
+            layout = self._layouts[shape, dtype] = _Layout(shape, dtype)
+        return layout
+
+    def _what(self, verb: str, peer: int | None = None) -> str:
+        target = "" if peer is None else f" device {self._members[peer]}"
+        return f"{verb}{target} on communicator {self._name!r}"
+
+    def _start(self, launch: Callable[[], dist.Work]) -> dist.Work:
+        try:
+            return launch()
+        except RuntimeError as error:
+            raise CommunicationError(_explain(self._what("communication"), error)) from error
+
+    def _reduced(
+        self,
+        work: dist.Work,
+        verb: str,
+        target: torch.Tensor,
+        plain: torch.Tensor,
+        source: torch.Tensor | None = None,
+    ) -> _Work:
+        """The handle of a reduction into *plain*, which stands for *target*."""
+        if plain.data_ptr() == target.data_ptr():
+            return _Work(work, self._what(verb), (target, plain, source))
+        return _Work(work, self._what(verb), source, lambda: _copy(target, plain))
+
+
+def _summable(tensor: torch.Tensor) -> torch.Tensor:
+    """*tensor* in a type that gloo sums: itself or a view of it where possible."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).view(-1)
+    if tensor.dtype == torch.bool:
+        return tensor.view(torch.uint8)
+    return tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor
+
+
+def _operation(dtype: torch.dtype) -> dist.ReduceOp:
+    """A sum; of truth values, as in torch, "or"."""
+    kind = dist.ReduceOp.MAX if dtype == torch.bool else dist.ReduceOp.SUM
+    return dist.ReduceOp(kind)
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)

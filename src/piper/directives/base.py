@@ -16,7 +16,12 @@ def _snake(name: str) -> str:
 
 
 class Directive(
-    msgspec.Struct, frozen=True, tag_field="op", tag=_snake, forbid_unknown_fields=True, omit_defaults=True
+    msgspec.Struct,
+    frozen=True,
+    tag_field="op",
+    tag=_snake,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
 ):
     """One rewrite. Subclasses live in one file each; their fields are their JSON form.
 

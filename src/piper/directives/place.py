@@ -31,7 +31,7 @@ class Place(Directive, frozen=True):
     devices: list[int]
     stream: str | None = None
 
-    def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
+    def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:  # noqa: ARG002
         group = device_group(self.devices)
         stream = Stream(self.stream) if self.stream else None
         changed: dict[NodeId, Chunk] = {}

@@ -95,4 +95,3 @@ def _directive(item: dict[str, object], where: str) -> Directive:
         return msgspec.convert(item, cls)
     except msgspec.ValidationError as error:
         raise StrategyFileError(f"{where}: {error}") from error
-

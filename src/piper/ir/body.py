@@ -11,7 +11,7 @@ slot; the chunk that uses the body says which random stream fills the slot.
 import hashlib
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import TypeAlias
 
 import msgspec
@@ -115,7 +115,7 @@ class Body(msgspec.Struct, frozen=True):
         return spec
 
 
-@lru_cache(maxsize=None)
+@cache
 def body_id(body: Body) -> BodyId:
     """Content hash of a body: equal bodies, and only those, have equal ids."""
     return BodyId(hashlib.blake2b(msgspec.json.encode(body), digest_size=12).hexdigest())

@@ -101,7 +101,7 @@ def _cycle(dag: Dag, stuck: set[NodeId]) -> list[NodeId]:
 def _picture(dag: Dag, cycle: Sequence[NodeId]) -> str:
     orders = {(e.before, e.after): e.directive for e in dag.order}
     rows: list[tuple[str, str, str]] = []
-    for before, after in zip(cycle, [*cycle[1:], cycle[0]]):
+    for before, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         number = orders.get((before, after))
         reason = "data" if number is None else _directive(dag, number)
         rows.append((dag.nodes[before].label, dag.nodes[after].label, reason))

@@ -18,9 +18,9 @@ def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
     for chunk in dag.chunks():
         if chunk.derived:
             continue
-        if any(v in origin for v in chunk.inputs):
-            chunk = replace(chunk, inputs=tuple(origin.get(v, v) for v in chunk.inputs))
-        chunks[chunk.id] = chunk
+        moved = any(v in origin for v in chunk.inputs)
+        inputs = tuple(origin.get(v, v) for v in chunk.inputs)
+        chunks[chunk.id] = replace(chunk, inputs=inputs) if moved else chunk
     return chunks
 
 

@@ -252,7 +252,8 @@ class Dag:
     @cached_property
     def predecessors(self) -> Mapping[NodeId, tuple[NodeId, ...]]:
         """Nodes that must run before each node: along data edges, order edges, and from each reader of a parameter
-        or buffer to the node that overwrites it."""
+        or buffer to the node that overwrites it.
+        """
         before: dict[NodeId, dict[NodeId, None]] = {n: {} for n in self.nodes}
         producers = self.producers
         for node in self.nodes.values():

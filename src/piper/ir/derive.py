@@ -16,9 +16,9 @@ from typing import TypeAlias
 
 from msgspec.structs import replace as replace_struct
 
+from piper.dtypes import DType
 from piper.errors import DirectiveError, PlacementError
 from piper.ids import COMPUTE, NodeId, Stream, ValueId
-from piper.ir.body import DType
 from piper.ir.core import core_chunks, core_values
 from piper.ir.dag import (
     Chunk,
@@ -164,12 +164,12 @@ def _transfer(
     builder: _Builder, value: ValueId, maker: Chunk, to: DeviceGroup, reader: str, stream: Stream
 ) -> ValueId:
     assert maker.devices is not None
-    pairs = tuple(zip(maker.devices, to))
     if len(maker.devices) != len(to):
         raise PlacementError(
             f"{maker.label!r} on devices {list(maker.devices)} feeds {reader!r} on devices {list(to)}: linked "
             "device groups must have equal sizes (member i sends to member i)"
         )
+    pairs = tuple(zip(maker.devices, to, strict=True))
     if any(a == b for a, b in pairs):
         raise PlacementError(
             f"{maker.label!r} on devices {list(maker.devices)} feeds {reader!r} on devices {list(to)}: linked device groups "
@@ -222,7 +222,10 @@ def _synchronise(builder: _Builder) -> None:
 
 
 def _use(
-    builder: _Builder, parameter: str, values: Sequence[ValueId], by_group: Mapping[Group, list[ValueId]]
+    builder: _Builder,
+    parameter: str,
+    values: Sequence[ValueId],
+    by_group: Mapping[Group, list[ValueId]],
 ) -> _Use:
     makers = [builder.makers[v] for v in values]
     claims = {m.replication for m in makers}
@@ -336,7 +339,9 @@ def _weights(
     region = tuple((k, i) for k, i in maker.tags if k not in splits)
     sums = [
         builder.add(
-            _chunk(Sum(), region, [w for w in dag.weights if builder.makers[w].devices == home], home),
+            _chunk(
+                Sum(), region, [w for w in dag.weights if builder.makers[w].devices == home], home
+            ),
             [total],
         )[0]
         for home in homes
@@ -399,4 +404,3 @@ def _agree(builder: _Builder, name: str, value: ValueId, maker: Chunk) -> ValueI
         stream=replication.reduce_stream,
     )
     return builder.add(comm, [info])[0]
-

@@ -28,7 +28,8 @@ from piper.ir.dag import (
 @dataclass(frozen=True, slots=True)
 class Edit:
     """The result of a change. ``remap`` has an entry for each old node that was replaced by others; a node without
-    an entry is unchanged in identity."""
+    an entry is unchanged in identity.
+    """
 
     dag: Dag
     remap: Mapping[NodeId, tuple[NodeId, ...]]
@@ -59,7 +60,9 @@ def ordered_by_user(dag: Dag, node: NodeId) -> bool:
 
 
 def _ordered(dag: Dag) -> frozenset[NodeId]:
-    return frozenset(n for e in dag.order for n in (e.before, e.after)) if dag.order else frozenset()
+    return (
+        frozenset(n for e in dag.order for n in (e.before, e.after)) if dag.order else frozenset()
+    )
 
 
 def split_nodes(dag: Dag, chosen: Sequence[NodeId], dim: str, count: int) -> Edit:
@@ -85,7 +88,9 @@ class _Splitter:
         dag = self.dag
         if dag.buffer_updates and dag.splits:
             names = ", ".join(sorted(dag.buffer_updates))
-            raise SplitError(f"a model whose forward writes buffers ({names}) can be split only once")
+            raise SplitError(
+                f"a model whose forward writes buffers ({names}) can be split only once"
+            )
         self._check_boundary()
         made = {v for c in self.core if c.id in self.chosen for v in c.outputs}
         for value in core_values(dag).values():
@@ -172,7 +177,7 @@ def _copied_edge(
 ) -> Iterable[tuple[NodeId, NodeId]]:
     befores, afters = remap.get(edge.before, (edge.before,)), remap.get(edge.after, (edge.after,))
     if len(befores) == len(afters):
-        return zip(befores, afters)
+        return zip(befores, afters, strict=True)
     return [(a, b) for a in befores for b in afters]
 
 

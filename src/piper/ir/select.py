@@ -44,7 +44,7 @@ class Selector:
         names = tuple(sorted(filter_))
         table = self._table(names)
         found: list[NodeId] = []
-        for values in product(*(_alternatives(name, filter_[name]) for name in names)):
+        for values in product(*(_alternatives(filter_[name]) for name in names)):
             found.extend(table.get(values, ()))
         unique = sorted(set(found)) if len(found) > 1 else found
         nodes = self._dag.nodes
@@ -108,7 +108,7 @@ def _keys(value: _Scalar) -> tuple[_Scalar, ...]:
     return (value, ANY)
 
 
-def _alternatives(name: str, value: FilterValue) -> Iterable[_Scalar]:
+def _alternatives(value: FilterValue) -> Iterable[_Scalar]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 

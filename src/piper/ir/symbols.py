@@ -91,7 +91,9 @@ def _value(tree: ast.expr, bindings: Mapping[str, int], text: str) -> Number:
             return any(_value(v, bindings, text) for v in values)
         case ast.Compare(left=left, ops=ops, comparators=rights):
             terms = [_value(t, bindings, text) for t in (left, *rights)]
-            return all(_COMPARE[type(o)](a, b) for o, a, b in zip(ops, terms, terms[1:]))
+            return all(
+                _COMPARE[type(o)](a, b) for o, a, b in zip(ops, terms, terms[1:], strict=False)
+            )
         case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS:
             return _CALLS[name](*(_value(a, bindings, text) for a in args))
         case ast.Name(id=name):

@@ -38,7 +38,8 @@ class Accumulate(Instruction, frozen=True, kw_only=True):
         def run() -> None:
             for total, left, right in triples:
                 a, b = slots[left], slots[right]
-                assert a is not None and b is not None
+                assert a is not None
+                assert b is not None
                 if total == left:
                     device.add_(a, b)
                 else:
@@ -47,5 +48,8 @@ class Accumulate(Instruction, frozen=True, kw_only=True):
         return run
 
     def describe(self) -> str:
-        sums = (f"%{t} = %{a} + %{b}" for t, a, b in zip(self.totals, self.left, self.right))
+        sums = (
+            f"%{t} = %{a} + %{b}"
+            for t, a, b in zip(self.totals, self.left, self.right, strict=True)
+        )
         return f"accumulate {', '.join(sums)}"

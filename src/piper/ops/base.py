@@ -22,6 +22,7 @@ from piper.errors import PlanError
 from piper.ids import BodyId, DeviceId, EventId, NodeId, Slot, Stream
 from piper.registry import Registry
 
+
 def _snake(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
@@ -101,7 +102,8 @@ ChunkFunction: TypeAlias = Callable[[Sequence[Tensor], "RandomKey | None"], Sequ
 
 class RandomKey(msgspec.Struct, frozen=True):
     """What a chunk's random streams are derived from: the run's seed, the step, the global microbatch, and for each ``rng`` slot of the
-    body the ordinal of its op in the captured graph."""
+    body the ordinal of its op in the captured graph.
+    """
 
     seed: int
     step: int
@@ -122,10 +124,10 @@ class Device(Protocol):
         """A new tensor a + b."""
 
     def divide_(self, a: Tensor, divisor: int) -> None:
-        """a /= divisor, in place."""
+        """Compute ``a /= divisor``, in place."""
 
     def add_(self, a: Tensor, b: Tensor) -> None:
-        """a += b, in place."""
+        """Compute ``a += b``, in place."""
 
     def on_stream(
         self,
@@ -146,7 +148,8 @@ class Device(Protocol):
 
     def after_stream(self, stream: Stream) -> Callable[[], None] | None:
         """A closure that lets what is issued next on *stream* use the results of what was issued there before;
-        ``None`` if the device's streams see to that themselves."""
+        ``None`` if the device's streams see to that themselves.
+        """
 
     def releaser(self, stream: Stream) -> Callable[[Tensor], None] | None:
         """A function to call on a tensor that *stream* is the last to use, before it is given up; ``None`` if none is needed."""
@@ -160,7 +163,8 @@ class State(Protocol):
 
     def update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
         """Give the named parameters their gradients (each divided by the scalar *scale* if given) and let the optimizer update them.
-        Parameters that are not named are left alone."""
+        Parameters that are not named are left alone.
+        """
 
     def write_buffer(self, name: str, value: Tensor) -> None:
         """Store a buffer's new value (copied in place)."""
@@ -208,11 +212,11 @@ class Work(msgspec.Struct, frozen=True, tag_field="kind", tag=_snake):
 
     # The rest concerns communication; a group is the tuple of devices that communicate with each other.
 
-    def consumes(self, position: int) -> bool:
+    def consumes(self, position: int) -> bool:  # noqa: ARG002
         """Whether the group's member number *position* contributes the node's inputs."""
         return True
 
-    def delivers(self, position: int) -> bool:
+    def delivers(self, position: int) -> bool:  # noqa: ARG002
         """Whether the node's outputs exist on the group's member number *position*."""
         return True
 
@@ -220,7 +224,7 @@ class Work(msgspec.Struct, frozen=True, tag_field="kind", tag=_snake):
         """The communicator of one group. What may be in flight at once must not share one."""
         return f"{self.kind}:{stream}:{','.join(str(d) for d in group)}"
 
-    def stream(self, stream: Stream, group: tuple[DeviceId, ...]) -> Stream:
+    def stream(self, stream: Stream, group: tuple[DeviceId, ...]) -> Stream:  # noqa: ARG002
         """The stream of each member's plan that the node's logical *stream* means for one group."""
         return stream
 
@@ -308,7 +312,7 @@ INSTRUCTIONS: Registry[type[Instruction]] = Registry("instruction", PlanError)
 
 
 W = TypeVar("W", bound=type[Work])
-I = TypeVar("I", bound=type[Instruction])
+N = TypeVar("N", bound=type[Instruction])
 
 
 def work(cls: W) -> W:
@@ -317,7 +321,7 @@ def work(cls: W) -> W:
     return cls
 
 
-def instruction(cls: I) -> I:
+def instruction(cls: N) -> N:
     """Class decorator: register a kind of instruction."""
     INSTRUCTIONS.add(_snake(cls.__name__), cls)
     return cls
@@ -340,4 +344,3 @@ class Then:
     def done(self) -> bool:
         """Whether the work itself is complete."""
         return self._handle.done()
-

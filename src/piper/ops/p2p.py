@@ -21,7 +21,8 @@ from piper.ops.base import (
 @work
 class Transfer(Work, frozen=True):
     """Each group is ``(sender, receiver)``. Every direction between two devices has its own communicator and stream,
-    so that sends never block receives."""
+    so that sends never block receives.
+    """
 
     def consumes(self, position: int) -> bool:
         return position == 0

@@ -7,7 +7,7 @@ no change here. Unknown fields and other versions are errors that name their pat
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar, Union
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, Union
 
 import msgspec
 
@@ -28,33 +28,35 @@ from piper.ir.dag import (
     SplitDim,
     Value,
 )
-from piper.ops.base import INSTRUCTIONS, WORKS
+from piper.ops.base import INSTRUCTIONS, WORKS, Instruction, Work
 from piper.plan.model import VERSION, CommunicatorInfo, DevicePlan, Plan, SlotInfo
 
-_AnyWork = Union[tuple(WORKS.values())]  # type: ignore[valid-type]
-_AnyInstruction = Union[tuple(INSTRUCTIONS.values())]  # type: ignore[valid-type]
+if TYPE_CHECKING:
+    _AnyWork: TypeAlias = Work
+    _AnyInstruction: TypeAlias = Instruction
+else:
+    _AnyWork = Union[tuple(WORKS.values())]  # noqa: UP007 (a computed union)
+    _AnyInstruction = Union[tuple(INSTRUCTIONS.values())]  # noqa: UP007 (a computed union)
 
 T = TypeVar("T")
 
-_STRICT = {"frozen": True, "forbid_unknown_fields": True}
+
+class _Chunk(Chunk, tag="chunk", frozen=True, forbid_unknown_fields=True):
+    work: _AnyWork
 
 
-class _Chunk(Chunk, tag="chunk", **_STRICT):
-    work: _AnyWork  # type: ignore[assignment]
+class _Comm(Comm, tag="comm", frozen=True, forbid_unknown_fields=True):
+    work: _AnyWork
 
 
-class _Comm(Comm, tag="comm", **_STRICT):
-    work: _AnyWork  # type: ignore[assignment]
-
-
-class _Device(msgspec.Struct, **_STRICT):
+class _Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     device: DeviceId
     slots: tuple[SlotInfo, ...]
     instructions: tuple[_AnyInstruction, ...]
 
 
-class _Dag(msgspec.Struct, **_STRICT):
+class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nodes: tuple[_Chunk | _Comm, ...]
     values: tuple[Value, ...]
     bodies: dict[BodyId, Body]
@@ -76,7 +78,7 @@ class _Dag(msgspec.Struct, **_STRICT):
     directives: tuple[str, ...]
 
 
-class _Manifest(msgspec.Struct, **_STRICT):
+class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     num_devices: int
     bindings: dict[str, int]
@@ -158,7 +160,9 @@ def load_plan(folder: str | Path) -> Plan:
     path = Path(folder)
     files = {f.name: f.read_bytes() for f in sorted(path.glob("*.json"))}
     if "manifest.json" not in files:
-        raise PlanError(f"no plan in {path}: expected manifest.json and one device-NNNN.json per device")
+        raise PlanError(
+            f"no plan in {path}: expected manifest.json and one device-NNNN.json per device"
+        )
     return decode_plan(files)
 
 
@@ -168,7 +172,9 @@ def _device_file(number: int) -> str:
 
 def _file(files: Mapping[str, bytes], name: str) -> bytes:
     if name not in files:
-        raise PlanError(f"plan file {name} is missing; found {', '.join(sorted(files)) or 'nothing'}")
+        raise PlanError(
+            f"plan file {name} is missing; found {', '.join(sorted(files)) or 'nothing'}"
+        )
     return files[name]
 
 

@@ -113,4 +113,3 @@ def _check_claimed(dag: Dag) -> None:
                 f"node {chunk.label!r} is placed on {len(chunk.participants)} devices {list(chunk.participants)}, but nothing "
                 'says how they share it; add Replicate(..., devices="placed")'
             )
-

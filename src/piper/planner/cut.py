@@ -152,7 +152,8 @@ class Cutter:
 
     def _flush(self, device: DeviceId) -> None:
         """Add the last chunk's contributions to the partial sums. Done only when the device goes on computing, so that
-        what the chunk sends is under way first."""
+        what the chunk sends is under way first.
+        """
         if (chunk := self.pending.pop(device, None)) is not None:
             self._accumulate(chunk, device)
 
@@ -225,7 +226,9 @@ class Cutter:
                 node=chunk.id,
                 stream=COMPUTE,
                 names=work.parameters,
-                parameters=tuple(self._state(Role.PARAMETER, name, program) for name in work.parameters),
+                parameters=tuple(
+                    self._state(Role.PARAMETER, name, program) for name in work.parameters
+                ),
                 gradients=slots[:count],
                 scale=slots[count] if work.scaled else None,
             ),

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from piper.ids import BodyId, NodeId
+from piper.ids import BodyId, NodeId, ValueId
 from piper.ir.body import Body, Call, Ref, TensorSpec
 from piper.ir.dag import Chunk, Dag, Node
 from piper.ops.compute import Call as CallWork
@@ -33,7 +33,7 @@ def node_seconds(dag: Dag, bindings: Mapping[str, int], rates: Rates) -> dict[No
 
 
 def _seconds(
-    node: Node, bodies: Mapping[BodyId, float], sizes: Mapping[int, int], rates: Rates
+    node: Node, bodies: Mapping[BodyId, float], sizes: Mapping[ValueId, int], rates: Rates
 ) -> float:
     if isinstance(node, Chunk):
         if isinstance(node.work, CallWork):
@@ -53,9 +53,7 @@ def body_seconds(body: Body, bindings: Mapping[str, int], rates: Rates) -> float
     return seconds
 
 
-def _call_flops(
-    call: Call, specs: list[TensorSpec | None], bindings: Mapping[str, int]
-) -> float:
+def _call_flops(call: Call, specs: list[TensorSpec | None], bindings: Mapping[str, int]) -> float:
     """2·m·n·k for products; 4·b·h·s·s·d for attention (8/3 more backward); 0 for the rest."""
     result = call.results[0] if call.results else None
     if result is None:

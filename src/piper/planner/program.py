@@ -58,7 +58,8 @@ class Program:
 
     def emit(self, instruction: Instruction, *, consume: Iterable[Slot] = ()) -> None:
         """Append *instruction*, after waits for what it reads and overwrites; free the slots of *consume* (a slot
-        counts once for each time that it occurs) that were used for the last time."""
+        counts once for each time that it occurs) that were used for the last time.
+        """
         stream = instruction.stream
         for slot in instruction.reads():
             self._wait_for(stream, self._writer.get(slot))

@@ -28,7 +28,8 @@ class _Expected:
 
 class ReceiveAhead:
     """Posts the receives of one device in the order in which they are needed, as early as ``limit`` bytes of posted
-    but not yet needed messages allow (always at least the one that is needed now)."""
+    but not yet needed messages allow (always at least the one that is needed now).
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

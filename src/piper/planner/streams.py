@@ -60,9 +60,7 @@ class _Simulation:
         freed = {lane for node in done if (lane := self.lane_of.get(node)) is not None}
         self._release(released, now, freed)
 
-    def _release(
-        self, nodes: Sequence[NodeId], now: float, freed: set[Lane] | None = None
-    ) -> None:
+    def _release(self, nodes: Sequence[NodeId], now: float, freed: set[Lane] | None = None) -> None:
         lanes = set(freed or ())
         for node in sorted(nodes, key=self.rank.__getitem__):
             lane = self.lane_of.get(node)

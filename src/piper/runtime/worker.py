@@ -81,10 +81,17 @@ class Worker:
         self._state: ModelState | None = None
 
     def load(
-        self, key: str, plan: Plan, signature: Signature, constants: Mapping[str, torch.Tensor]
+        self,
+        key: str,
+        plan: Plan,
+        mine: DevicePlan,
+        signature: Signature,
+        constants: Mapping[str, torch.Tensor],
     ) -> None:
-        """Make *plan*'s part for this device ready to run; *constants* are buffers that only this plan has."""
-        (mine,) = (p for p in plan.devices if p.device == self._rank)
+        """Make *mine*, the part of *plan* for this device, ready to run; *constants* are buffers that only this plan has.
+
+        Of *plan* are read: the bindings and numbers, the communicators, and the DAG's nodes, bodies, state, batch and splits.
+        """
         for info in plan.communicators:
             if self._rank in info.members:
                 self._join(info.name, info.members)

@@ -1,0 +1,235 @@
+"""Every device a Ray actor: a process of this machine, or of a cluster. The driver is the central scheduler."""
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TypeAlias
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from piper.backends.base import Failure, WorkerBackend, failure_of, root_cause
+from piper.devices.base import DEVICES, TorchDevice
+from piper.devices.gloo import DEFAULT_TIMEOUT, GlooCommunicator
+from piper.errors import ConfigError, RunError
+from piper.ids import DeviceId
+from piper.ops.base import Communicator, CommunicatorId
+from piper.runtime.worker import Worker
+
+_LOGGER = logging.getLogger("piper")
+
+_GRACE = 0.5
+"""Seconds that the other workers get to report, once a real cause is known."""
+
+_SEARCH = 8.0
+"""Seconds to wait for the real cause when a worker only lost its peer. (Ray notices a death within about a second.)"""
+
+_PLACEMENT = 60.0
+"""Seconds within which the cluster must give the workers their places."""
+
+
+class _Actor:
+    """The process of one device. Its methods report failures as data: not every exception survives pickling."""
+
+    def __init__(self, rank: int, world_size: int, kind: str, threads: int, timeout: float) -> None:
+        torch.set_num_threads(threads)
+        self._rank, self._world_size = rank, world_size
+        self._kind, self._timeout = kind, timeout
+        self._host = ray.util.get_node_ip_address()
+        self._store: dist.Store | None = None
+        self._worker: Worker | None = None
+
+    def serve(self) -> tuple[str, int]:
+        """Start the store over which all meet; its address."""
+        store = dist.TCPStore(
+            self._host, 0, is_master=True, wait_for_workers=False, timeout=self._limit()
+        )
+        self._store = store
+        return self._host, store.port
+
+    def join(self, host: str, port: int) -> int:
+        """Connect to the store and become a worker; the process id."""
+        if self._store is None:
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=self._limit())
+        self._worker = Worker(self._rank, self._world_size, self._device, self._communicator)
+        return os.getpid()
+
+    def call(self, method: str, **arguments: object) -> object:
+        """Call the worker; the result, or a :class:`Failure`."""
+        try:
+            return getattr(self._worker, method)(**arguments)
+        except Exception as error:  # noqa: BLE001 (the driver raises it)
+            return failure_of(self._rank, error)
+
+    def _limit(self) -> timedelta:
+        return timedelta(seconds=self._timeout)
+
+    def _device(self) -> TorchDevice:
+        # Ray shows a GPU worker only its own GPU.
+        return DEVICES[self._kind](0)
+
+    def _communicator(self, name: CommunicatorId, members: tuple[DeviceId, ...]) -> Communicator:
+        assert self._store is not None
+        return GlooCommunicator(
+            name,
+            members,
+            DeviceId(self._rank),
+            self._store,
+            host=self._host,
+            timeout=self._timeout,
+        )
+
+
+class RayBackend(WorkerBackend):
+    """Implements :class:`~piper.backends.base.Backend` with one actor per device in a placement group.
+
+    *address* is a Ray cluster's (``"auto"``: the one of this machine). Without it a Ray that the program has initialised is used,
+    and left running; else a local one is started, without dashboard, for as long as the backend lives. A local Ray counts as many CPUs
+    as there are devices, so that more devices than cores can be tried; they share the cores, which is logged.
+
+    *threads* is the number of threads that one device computes with (default: this machine's cores divided among the devices).
+    *cpus_per_device* is what each actor asks the cluster for. *timeout* (seconds) bounds every wait for a peer. *worker_logs*
+    shows what the workers print.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        threads: int | None = None,
+        cpus_per_device: float = 1.0,
+        timeout: float = DEFAULT_TIMEOUT,
+        worker_logs: bool = False,
+    ) -> None:
+        super().__init__()
+        self._address = address
+        self._threads = threads
+        self._cpus = cpus_per_device
+        self._timeout = timeout
+        self._worker_logs = worker_logs
+        self._owns_ray = False
+        self._group: PlacementGroup | None = None
+        self._actors: list[ActorHandle] = []
+        self._pids: list[int] = []
+
+    def _start(self, num_devices: int) -> None:
+        atexit.register(self._stop)
+        if not ray.is_initialized():
+            self._init_ray(num_devices)
+        self._check_capacity(num_devices)
+        self._place(num_devices)
+        threads = self._threads or max(1, (os.cpu_count() or 1) // num_devices)
+        actor = ray.remote(_Actor)
+        for rank in range(num_devices):
+            options = actor.options(
+                num_cpus=self._cpus,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=rank
+                ),
+            )
+            self._actors.append(options.remote(rank, num_devices, "cpu", threads, self._timeout))
+        host, port = ray.get(self._actors[0].serve.remote())
+        self._pids = ray.get([actor.join.remote(host, port) for actor in self._actors])
+
+    def _init_ray(self, num_devices: int) -> None:
+        if self._address is not None:
+            ray.init(
+                address=self._address,
+                logging_level=logging.ERROR,
+                log_to_driver=self._worker_logs,
+            )
+        else:
+            cores = os.cpu_count() or 1
+            if num_devices > cores:
+                _LOGGER.warning(
+                    "%d devices share this machine's %d cores: good for trying, not for speed",
+                    num_devices,
+                    cores,
+                )
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(
+                num_cpus=max(cores, num_devices),
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                log_to_driver=self._worker_logs,
+            )
+        self._owns_ray = True
+
+    def _check_capacity(self, num_devices: int) -> None:
+        cpus = ray.cluster_resources().get("CPU", 0.0)
+        if cpus < num_devices * self._cpus:
+            raise ConfigError(
+                f"the plan needs {num_devices} devices of {self._cpus:g} CPUs each, but the Ray cluster has {cpus:g} CPUs in "
+                f"all; use fewer devices, add nodes, or pass cpus_per_device={cpus / num_devices:.2g} to let devices share"
+            )
+
+    def _place(self, num_devices: int) -> None:
+        self._group = placement_group([{"CPU": self._cpus}] * num_devices, strategy="PACK")
+        try:
+            ray.get(self._group.ready(), timeout=_PLACEMENT)
+        except GetTimeoutError:
+            free = ray.available_resources().get("CPU", 0.0)
+            raise ConfigError(
+                f"the Ray cluster did not give {num_devices} places of {self._cpus:g} CPUs within {_PLACEMENT:g} s; "
+                f"{free:g} CPUs are free: wait for other jobs to end, or use fewer devices"
+            ) from None
+
+    def _share(self, value: object) -> object:
+        return ray.put(value)
+
+    def _call(self, method: str, arguments: Sequence[Mapping[str, object]]) -> list[object]:
+        pending = {
+            actor.call.remote(method, **keywords): rank
+            for rank, (actor, keywords) in enumerate(zip(self._actors, arguments, strict=True))
+        }
+        results: list[object] = [None] * len(pending)
+        failures: list[Failure] = []
+        deadline = float("inf")
+        while pending and time.monotonic() < deadline:
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=0.2 if failures else 1.0)
+            for ref in ready:
+                rank = pending.pop(ref)
+                results[rank] = _result(ref, rank)
+                if isinstance(failure := results[rank], Failure):
+                    failures.append(failure)
+                    patience = _GRACE if root_cause(failures).rank == 0 else _SEARCH
+                    deadline = min(deadline, time.monotonic() + patience)
+        if failures:
+            raise root_cause(failures).error()
+        return results
+
+    def _stop(self) -> None:
+        atexit.unregister(self._stop)
+        actors, self._actors = self._actors, []
+        group, self._group = self._group, None
+        if not ray.is_initialized():
+            return
+        for actor in actors:
+            ray.kill(actor)
+        if group is not None:
+            remove_placement_group(group)
+        if self._owns_ray:
+            self._owns_ray = False
+            ray.shutdown()
+
+
+_Ref: TypeAlias = "ray.ObjectRef[object]"
+
+
+def _result(ref: _Ref, rank: int) -> object:
+    """What the worker returned, or the report of its death."""
+    try:
+        return ray.get(ref)
+    except RayActorError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line for line in lines if "exit" in line.lower()), lines[-1])
+        return Failure(rank, RunError, f"device {rank}: its worker process died: {reason}")

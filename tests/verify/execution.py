@@ -1,0 +1,419 @@
+"""Three ways to run a hand-made training step: in sequence (the reference), in process, and by an adversary.
+
+The reference evaluates the core DAG of ``dags.chain`` in one process, microbatch after microbatch; it shares nothing with directives,
+planner and verifier.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from piper.backends.inprocess import InProcessBackend
+from piper.devices.tensors import TensorOperations
+from piper.errors import PiperError
+from piper.ids import BodyId, Slot, ValueId
+from piper.ir.dag import STATE, Dag, LossKind, Role
+from piper.ops.base import Handle, Instruction
+from piper.ops.compute import Call
+from piper.ops.wait import Wait
+from piper.plan.model import Plan
+from piper.runtime.batch import Batch, signature
+from piper.runtime.code import chunk_function
+from piper.runtime.state import OptimizerSpec
+from tests.verify.dags import WIDTH
+
+STEPS = 2
+RATE, MOMENTUM = 0.05, 0.9
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Outcome:
+    """What a run of :data:`STEPS` steps leaves: scalars by (step, name, global microbatch); state by (device, name)."""
+
+    reports: dict[tuple[int, str, int], float] = field(default_factory=dict)
+    state: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+
+
+class Failed(Exception):
+    """A run that crashed or hung."""
+
+
+def weights_of(dag: Dag) -> dict[str, torch.Tensor]:
+    """Initial parameters and buffers."""
+    make = torch.Generator().manual_seed(7)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=make, dtype=torch.float64) + 0.1
+
+    found = {name: tensor(WIDTH, WIDTH) for name in dag.parameters}
+    return found | {name: tensor(WIDTH) for name in dag.buffers}
+
+
+def batches(rows: int) -> list[Batch]:
+    """One global batch per step."""
+    make = torch.Generator().manual_seed(11)
+    return [
+        tuple(torch.rand((rows, WIDTH), generator=make, dtype=torch.float64) + 0.1 for _ in "xt")
+        for _ in range(STEPS)
+    ]
+
+
+class Sgd:
+    """SGD with momentum, by name."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.momenta: dict[str, torch.Tensor] = {}
+
+    def update(self, gradients: Mapping[str, torch.Tensor], scale: torch.Tensor | None) -> None:
+        for name, gradient in gradients.items():
+            g = gradient if scale is None else gradient / scale
+            old = self.momenta.get(name)
+            self.momenta[name] = g.clone() if old is None else MOMENTUM * old + g
+            self.parameters[name].sub_(RATE * self.momenta[name])
+
+
+def reference(dag: Dag, plan: Plan) -> Outcome:
+    """Run the core DAG *dag*, as captured, over the microbatches of *plan* in sequence."""
+    tensors = weights_of(dag)
+    sgd = Sgd({name: tensors[name] for name in dag.parameters})
+    outcome = Outcome()
+    pieces = plan.num_replicas * plan.num_microbatches
+    for step, batch in enumerate(batches(dag.batch_size)):
+        leaves = dict(zip(("inputs", "targets"), batch, strict=True))
+        gradients = {n: torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for n in dag.parameters}
+        total = torch.zeros((), dtype=torch.float64)
+        final: dict[str, torch.Tensor] = {}
+        for replica in range(plan.num_replicas):
+            buffers = {name: tensors[name] for name in dag.buffers}
+            for m in range(plan.num_microbatches):
+                number = replica * plan.num_microbatches + m
+                rows = {
+                    name: leaf.chunk(pieces)[number] if pieces > 1 else leaf
+                    for name, leaf in leaves.items()
+                }
+                found = _evaluate(dag, plan, {**tensors, **buffers, **rows})
+                buffers = {name: found[v] for name, v in dag.buffer_updates.items()}
+                outcome.reports[step, "loss", number] = found[dag.losses[0]].item()
+                if dag.weights:
+                    outcome.reports[step, "weight", number] = found[dag.weights[0]].item()
+                    total += found[dag.weights[0]]
+                for name, values in dag.contributions.items():
+                    for value in values:
+                        gradients[name] += found[value]
+            final = final or buffers
+        sgd.update(gradients, total if dag.weights else None)
+        for name, value in final.items():
+            tensors[name] = value
+    outcome.state = {(0, name): tensor for name, tensor in tensors.items()}
+    return outcome
+
+
+def _evaluate(dag: Dag, plan: Plan, named: Mapping[str, torch.Tensor]) -> dict[ValueId, torch.Tensor]:
+    found: dict[ValueId, torch.Tensor] = {}
+    for value in dag.values.values():
+        if value.role is Role.SEED:
+            pieces = plan.num_replicas * plan.num_microbatches
+            weighted = dag.loss_kind is LossKind.WEIGHTED
+            seed = 1.0 if weighted else 1.0 / pieces
+            found[value.id] = torch.tensor(seed, dtype=torch.float64)
+        elif value.name in named and value.role in (Role.PARAMETER, Role.BUFFER, Role.INPUT):
+            found[value.id] = named[value.name]
+    for node in dag.chunks():
+        assert isinstance(node.work, Call)
+        function = chunk_function(dag.bodies[node.work.body], plan.bindings, CPU)
+        results = function([found[v] for v in node.inputs], None)
+        found.update(zip(node.outputs, results, strict=True))
+    return found
+
+
+def differs(outcome: Outcome, expected: Outcome) -> str | None:
+    """How *outcome* differs from the reference, in words; ``None`` if it does not."""
+    if outcome.reports.keys() != expected.reports.keys():
+        return f"reports {sorted(outcome.reports.keys() ^ expected.reports.keys())}"
+    for key, value in expected.reports.items():
+        if not abs(outcome.reports[key] - value) <= 1e-10 * abs(value):
+            return f"{key}: {outcome.reports[key]} instead of {value}"
+    for (device, name), tensor in outcome.state.items():
+        wanted = expected.state[0, name]
+        if not (tensor - wanted).abs().max() <= 1e-10 * wanted.abs().max():
+            return f"{name} on device {device}"
+    return None
+
+
+# --- in process -----------------------------------------------------------------------------------
+
+
+def in_process(plan: Plan, dag: Dag, *, timeout: float) -> Outcome:
+    """Run *plan* with threads. Raises :class:`Failed` for a crash or a hang."""
+    outcome = Outcome()
+    data = batches(dag.batch_size)
+    with InProcessBackend(timeout=timeout, threads=1) as backend:
+        try:
+            backend.start(plan.num_devices)
+            backend.load("step", plan, signature(data[0]))
+            optimizer = OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=RATE, momentum=MOMENTUM))
+            backend.initialise("step", weights_of(dag), optimizer)
+            result = backend.run("step", data, first_step=0)
+            for step in result.steps:
+                for name, values in step.values.items():
+                    outcome.reports |= {(step.step, name, m): v for m, v in values.items()}
+            for worker in backend._workers:
+                state = worker._state
+                assert state is not None
+                for name, tensor in (*state.parameters.items(), *state.buffers.items()):
+                    outcome.state[worker._rank, name] = tensor.detach().clone()
+        except (PiperError, AssertionError, LookupError, ValueError, TypeError) as error:
+            raise Failed(f"{type(error).__name__}: {error}") from error
+    return outcome
+
+
+# --- the adversary --------------------------------------------------------------------------------
+
+
+class _Device(TensorOperations):
+    """One device of the adversary; also the runtime that instructions are bound to."""
+
+    def __init__(self, adversary: "Adversary", number: int) -> None:
+        plan = adversary.plan
+        self.adversary = adversary
+        self.mine = plan.devices[number]
+        self.number = number
+        self.device = self
+        self.context = self
+        self.seed = 0
+        self.step = 0
+        self.tensors = {}
+        for info in self.mine.slots:
+            if info.role in (Role.PARAMETER, Role.BUFFER):
+                self.tensors[info.name] = adversary.weights[info.name].clone()
+        self.state = self
+        self.sgd = Sgd(self.tensors)
+        self.slots: list[torch.Tensor | None] = [None] * len(self.mine.slots)
+        for slot, info in enumerate(self.mine.slots):
+            if info.role is Role.SEED:
+                self.slots[slot] = torch.tensor(plan.seed_value, dtype=torch.float64)
+            elif info.role in STATE:
+                self.slots[slot] = self.tensors[info.name]
+        self.program: list[tuple[Instruction, Callable[[], Handle | None] | None]] = [
+            (i, None if isinstance(i, Wait) or i.rendezvous() else i.bind(self))  # type: ignore[arg-type]
+            for i in self.mine.instructions
+        ]
+
+    # The runtime, state and step context that instructions see.
+
+    def function(self, body: BodyId):
+        plan = self.adversary.plan
+        return chunk_function(plan.dag.bodies[body], plan.bindings, CPU)
+
+    def update(self, gradients, scale) -> None:
+        self.sgd.update(gradients, scale)
+
+    def write_buffer(self, name, value) -> None:
+        self.tensors[name].copy_(value)
+
+    def batch_leaf(self, index, microbatch):
+        plan = self.adversary.plan
+        pieces = plan.num_replicas * plan.num_microbatches
+        leaf = self.adversary.batch[index]
+        return leaf.chunk(pieces)[microbatch] if pieces > 1 else leaf
+
+    def releaser(self, stream) -> None:
+        """Nothing is done for memory."""
+
+    def report(self, name, microbatch, value) -> None:
+        self.adversary.outcome.reports[self.step, name, microbatch] = value.item()
+
+    # Execution.
+
+    def begin(self, step: int) -> None:
+        self.step = step
+        self.next = 0
+        self.queues: dict[str, deque[int]] = {}
+        self.happened: set[int] = set()
+        self.counts: dict[str, int] = {}
+        self.started: set[int] = set()
+
+
+class Adversary:
+    """Executes a plan on devices whose streams advance at random speeds, as unkindly as the rules allow.
+
+    *lax*: a wait holds up its stream only (an accelerator); otherwise the whole device (a CPU), and streams still run
+    behind the host. Communication reads its slots when it starts or when it completes; a buffer that is being
+    received holds NaN until then.
+    """
+
+    def __init__(self, plan: Plan, dag: Dag, *, seed: int, lax: bool) -> None:
+        self.plan = plan
+        self.lax = lax
+        self.random = random.Random(seed)
+        self.weights = weights_of(dag)
+        self.data = batches(dag.batch_size)
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """All steps. Raises :class:`Failed` for a crash or a deadlock."""
+        try:
+            with torch.no_grad():
+                self.devices = [_Device(self, d) for d in range(self.plan.num_devices)]
+                for step in range(STEPS):
+                    self._step(step)
+        except (
+            PiperError,
+            AssertionError,
+            LookupError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+            NotImplementedError,
+        ) as error:
+            raise Failed(f"{type(error).__name__}: {error}") from error
+        for device in self.devices:
+            for name, tensor in device.tensors.items():
+                self.outcome.state[device.number, name] = tensor.clone()
+        return self.outcome
+
+    def _step(self, step: int) -> None:
+        self.batch = self.data[step]
+        self.meetings: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        self.early: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        self.speeds: dict[tuple[int, str], float] = {}
+        for device in self.devices:
+            device.begin(step)
+        while actions := self._actions():
+            weights = [self._speed(device, stream) for device, stream in actions]
+            device, stream = self.random.choices(actions, weights)[0]
+            if stream is None:
+                self._issue(self.devices[device])
+            else:
+                self._advance(self.devices[device], stream)
+        for device in self.devices:
+            if device.next < len(device.program) or any(device.queues.values()):
+                raise Failed(f"device {device.number} hangs")
+            for slot, info in enumerate(device.mine.slots):
+                if info.role not in STATE and device.slots[slot] is not None:
+                    raise Failed(f"device {device.number} leaks slot {slot}")
+
+    def _speed(self, device: int, stream: str | None) -> float:
+        key = (device, stream or "host")
+        if key not in self.speeds:
+            self.speeds[key] = 10.0 ** self.random.uniform(-3, 1)
+        return self.speeds[key]
+
+    def _actions(self) -> list[tuple[int, str | None]]:
+        actions: list[tuple[int, str | None]] = []
+        for device in self.devices:
+            if device.next < len(device.program) and not self._host_blocked(device):
+                actions.append((device.number, None))
+            for stream, queue in device.queues.items():
+                if queue and self._ready(device, queue[0]):
+                    actions.append((device.number, stream))
+        return actions
+
+    def _host_blocked(self, device: _Device) -> bool:
+        instruction, _ = device.program[device.next]
+        return (
+            not self.lax
+            and isinstance(instruction, Wait)
+            and instruction.event not in device.happened
+        )
+
+    def _issue(self, device: _Device) -> None:
+        instruction, _ = device.program[device.next]
+        if self.lax or not isinstance(instruction, Wait):
+            device.queues.setdefault(instruction.stream, deque()).append(device.next)
+        device.next += 1
+
+    def _ready(self, device: _Device, position: int) -> bool:
+        instruction, _ = device.program[position]
+        if isinstance(instruction, Wait):
+            return instruction.event in device.happened
+        return position not in device.started
+
+    def _advance(self, device: _Device, stream: str) -> None:
+        position = device.queues[stream][0]
+        instruction, run = device.program[position]
+        meeting = instruction.rendezvous()
+        if meeting is None:
+            if run is not None:
+                run()
+            self._complete(device, position)
+            return
+        device.started.add(position)
+        k = device.counts.get(meeting.communicator, 0)
+        device.counts[meeting.communicator] = k + 1
+        here = self.meetings.setdefault((meeting.communicator, k), [])
+        here.append((device.number, position))
+        if self.random.random() < 0.5:
+            self.early[device.number, position] = self._read(device, instruction)
+        for slot, message in zip(instruction.writes(), meeting.messages, strict=False):
+            if meeting.role == "receive":
+                device.slots[slot] = torch.full(message.shape, torch.nan, dtype=torch.float64)
+        if len(here) == len(meeting.members):
+            self._meet(here)
+
+    def _read(self, device: _Device, instruction: Instruction) -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = []
+        for slot in instruction.reads():
+            tensor = device.slots[slot]
+            assert tensor is not None, f"read of empty slot {slot}"
+            found.append(tensor.clone())
+        return found
+
+    def _meet(self, here: list[tuple[int, int]]) -> None:
+        given: dict[int, list[torch.Tensor | None]] = {}
+        roles: set[str] = set()
+        messages = set()
+        for number, position in here:
+            device = self.devices[number]
+            instruction, _ = device.program[position]
+            meeting = instruction.rendezvous()
+            assert meeting is not None
+            roles.add(meeting.role)
+            messages.add(meeting.messages)
+            if (number, position) in self.early:
+                given[number] = self.early[number, position]
+            else:
+                given[number] = self._read(device, instruction)
+        if len(messages) != 1 or (len(roles) != 1 and roles != {"send", "receive"}):
+            raise Failed(f"members disagree: {roles} {messages}")
+        for number, position in here:
+            device = self.devices[number]
+            instruction, _ = device.program[position]
+            meeting = instruction.rendezvous()
+            assert meeting is not None
+            for i, slot in enumerate(instruction.writes()):
+                parts = [given[m][i] for m in meeting.members if len(given[m]) > i]
+                device.slots[slot] = self._combine(meeting.role, instruction, parts)
+            self._complete(device, position)
+
+    def _combine(self, role: str, instruction: Instruction, parts) -> torch.Tensor:
+        if role != "all_reduce":
+            return parts[0].clone()
+        total = sum(parts[1:], parts[0].clone())
+        return total / len(parts) if getattr(instruction, "average", False) else total
+
+    def _complete(self, device: _Device, position: int) -> None:
+        instruction, _ = device.program[position]
+        device.queues[instruction.stream].popleft()
+        if instruction.record is not None:
+            device.happened.add(instruction.record)
+
+
+def harm(plan: Plan, dag: Dag, expected: Outcome, *, schedules: int) -> str | None:
+    """How *plan* goes wrong under the adversary, in words; ``None`` if it never did."""
+    for seed in range(schedules):
+        try:
+            outcome = Adversary(plan, dag, seed=seed, lax=seed % 3 != 0).run()
+        except Failed as failure:
+            return str(failure)
+        if (difference := differs(outcome, expected)) is not None:
+            return difference
+    return None
+
+
+__all__ = ["Adversary", "Failed", "Outcome", "Slot", "differs", "harm", "in_process", "reference"]
