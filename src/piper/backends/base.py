@@ -123,6 +123,9 @@ class Backend(Protocol):
     def snapshot(self, *, optimizer: bool = True) -> StateSnapshot:
         """Parameters, buffers and optimizer state by name, on the CPU, each tensor a copy."""
 
+    def copies(self) -> list[StateSnapshot]:
+        """Everything that each device holds, by device: several devices may hold one name."""
+
     def restore(self, snapshot: StateSnapshot) -> None:
         """Overwrite the devices' state with *snapshot*, whatever layout it was taken from.
 
@@ -338,6 +341,11 @@ class WorkerBackend(ABC):
         holdings = self._initialised()
         arguments = [{"names": names, "optimizer": optimizer} for names in holdings.owned]
         return _merge_snapshots([_as_snapshot(s) for s in self._call_all("snapshot", arguments)])
+
+    def copies(self) -> list[StateSnapshot]:
+        """See :class:`Backend`."""
+        arguments = [{"names": n, "optimizer": True} for n in self._initialised().names]
+        return [_as_snapshot(s) for s in self._call_all("snapshot", arguments)]
 
     def restore(self, snapshot: StateSnapshot) -> None:
         """See :class:`Backend`."""

@@ -6,18 +6,19 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import ray
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import TCPStore
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from piper.backends.base import Failure, WorkerBackend, failure_of, root_cause
-from piper.devices.base import DEVICES, TorchDevice
+from piper.devices.cpu import CpuDevice
 from piper.devices.gloo import DEFAULT_TIMEOUT, GlooCommunicator
 from piper.errors import ConfigError, RunError
 from piper.ids import DeviceId
@@ -36,31 +37,33 @@ _PLACEMENT = 60.0
 """Seconds within which the cluster must give the workers their places."""
 
 
+_Ref: TypeAlias = "ray.ObjectRef[object]"
+
+
 class _Actor:
     """The process of one device. Its methods report failures as data: not every exception survives pickling."""
 
-    def __init__(self, rank: int, world_size: int, kind: str, threads: int, timeout: float) -> None:
+    def __init__(self, rank: int, world_size: int, threads: int, timeout: float) -> None:
         torch.set_num_threads(threads)
         self._rank, self._world_size = rank, world_size
-        self._kind, self._timeout = kind, timeout
-        self._host = ray.util.get_node_ip_address()
-        self._store: dist.Store | None = None
+        self._timeout = timeout
+        self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's own
+        self._store: Store | None = None
         self._worker: Worker | None = None
 
     def serve(self) -> tuple[str, int]:
         """Start the store over which all meet; its address."""
-        store = dist.TCPStore(
+        store = TCPStore(
             self._host, 0, is_master=True, wait_for_workers=False, timeout=self._limit()
         )
         self._store = store
         return self._host, store.port
 
-    def join(self, host: str, port: int) -> int:
-        """Connect to the store and become a worker; the process id."""
+    def join(self, host: str, port: int) -> None:
+        """Connect to the store and become a worker."""
         if self._store is None:
-            self._store = dist.TCPStore(host, port, is_master=False, timeout=self._limit())
-        self._worker = Worker(self._rank, self._world_size, self._device, self._communicator)
-        return os.getpid()
+            self._store = TCPStore(host, port, is_master=False, timeout=self._limit())
+        self._worker = Worker(self._rank, self._world_size, CpuDevice, self._communicator)
 
     def call(self, method: str, **arguments: object) -> object:
         """Call the worker; the result, or a :class:`Failure`."""
@@ -71,10 +74,6 @@ class _Actor:
 
     def _limit(self) -> timedelta:
         return timedelta(seconds=self._timeout)
-
-    def _device(self) -> TorchDevice:
-        # Ray shows a GPU worker only its own GPU.
-        return DEVICES[self._kind](0)
 
     def _communicator(self, name: CommunicatorId, members: tuple[DeviceId, ...]) -> Communicator:
         assert self._store is not None
@@ -117,15 +116,14 @@ class RayBackend(WorkerBackend):
         self._worker_logs = worker_logs
         self._owns_ray = False
         self._group: PlacementGroup | None = None
-        self._actors: list[ActorHandle] = []
-        self._pids: list[int] = []
+        self._actors: list[ActorHandle[_Actor]] = []
 
     def _start(self, num_devices: int) -> None:
         atexit.register(self._stop)
         if not ray.is_initialized():
             self._init_ray(num_devices)
         self._check_capacity(num_devices)
-        self._place(num_devices)
+        group = self._place(num_devices)
         threads = self._threads or max(1, (os.cpu_count() or 1) // num_devices)
         actor = ray.remote(_Actor)
         for rank in range(num_devices):
@@ -133,12 +131,13 @@ class RayBackend(WorkerBackend):
                 num_cpus=self._cpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=rank
+                    group, placement_group_bundle_index=rank
                 ),
             )
-            self._actors.append(options.remote(rank, num_devices, "cpu", threads, self._timeout))
-        host, port = ray.get(self._actors[0].serve.remote())
-        self._pids = ray.get([actor.join.remote(host, port) for actor in self._actors])
+            handle = options.remote(rank, num_devices, threads, self._timeout)
+            self._actors.append(cast("ActorHandle[_Actor]", handle))
+        host, port = _address(ray.get(self._actors[0].serve.remote()))
+        ray.get([actor.join.remote(host, port) for actor in self._actors])
 
     def _init_ray(self, num_devices: int) -> None:
         if self._address is not None:
@@ -165,29 +164,31 @@ class RayBackend(WorkerBackend):
         self._owns_ray = True
 
     def _check_capacity(self, num_devices: int) -> None:
-        cpus = ray.cluster_resources().get("CPU", 0.0)
+        cpus = _cpus(ray.cluster_resources())  # type: ignore[no-untyped-call]  # Ray's own
         if cpus < num_devices * self._cpus:
             raise ConfigError(
                 f"the plan needs {num_devices} devices of {self._cpus:g} CPUs each, but the Ray cluster has {cpus:g} CPUs in "
                 f"all; use fewer devices, add nodes, or pass cpus_per_device={cpus / num_devices:.2g} to let devices share"
             )
 
-    def _place(self, num_devices: int) -> None:
-        self._group = placement_group([{"CPU": self._cpus}] * num_devices, strategy="PACK")
+    def _place(self, num_devices: int) -> PlacementGroup:
+        group = placement_group([{"CPU": self._cpus}] * num_devices, strategy="PACK")
+        self._group = group
         try:
-            ray.get(self._group.ready(), timeout=_PLACEMENT)
+            ray.get(group.ready(), timeout=_PLACEMENT)
         except GetTimeoutError:
-            free = ray.available_resources().get("CPU", 0.0)
+            free = _cpus(ray.available_resources())  # type: ignore[no-untyped-call]  # Ray's own
             raise ConfigError(
                 f"the Ray cluster did not give {num_devices} places of {self._cpus:g} CPUs within {_PLACEMENT:g} s; "
                 f"{free:g} CPUs are free: wait for other jobs to end, or use fewer devices"
             ) from None
+        return group
 
     def _share(self, value: object) -> object:
         return ray.put(value)
 
     def _call(self, method: str, arguments: Sequence[Mapping[str, object]]) -> list[object]:
-        pending = {
+        pending: dict[_Ref, int] = {
             actor.call.remote(method, **keywords): rank
             for rank, (actor, keywords) in enumerate(zip(self._actors, arguments, strict=True))
         }
@@ -222,7 +223,14 @@ class RayBackend(WorkerBackend):
             ray.shutdown()
 
 
-_Ref: TypeAlias = "ray.ObjectRef[object]"
+def _address(served: object) -> tuple[str, int]:
+    assert isinstance(served, tuple)
+    host, port = served
+    return host, port
+
+
+def _cpus(resources: Mapping[str, float]) -> float:
+    return resources.get("CPU", 0.0)
 
 
 def _result(ref: _Ref, rank: int) -> object:

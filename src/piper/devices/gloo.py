@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.devices.tensors import as_torch, torch_dtype
 from piper.errors import CommunicationError
@@ -87,7 +88,7 @@ class _Layout:
         """Write the trailer."""
         kind = self.kind
         _TRAILER.pack_into(
-            frame.numpy(),
+            memoryview(frame.numpy()),
             self.trailer,
             _MAGIC,
             number,
@@ -102,7 +103,9 @@ class _Layout:
 
     def check(self, frame: torch.Tensor, number: int, where: str) -> None:
         """Raise :class:`CommunicationError` unless the frame is whole, in turn and of this kind."""
-        magic, found_number, code, ndim, *sizes = _TRAILER.unpack_from(frame.numpy(), self.trailer)
+        magic, found_number, code, ndim, *sizes = _TRAILER.unpack_from(
+            memoryview(frame.numpy()), self.trailer
+        )
         if magic != _MAGIC:
             raise CommunicationError(
                 f"{where}: expected message {number}, {self.kind}, of {self.size} bytes, found {self._short(frame)}; "
@@ -189,17 +192,14 @@ class _Group(Protocol):
     ) -> dist.Work: ...
 
 
-def _connect(
-    name: str, rank: int, size: int, store: dist.Store, host: str, timeout: float
-) -> _Group:
+def _connect(name: str, rank: int, size: int, store: Store, host: str, timeout: float) -> _Group:
     """A process group of its own; torch's stubs know neither the options nor the methods of gloo's."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 (torch's name for it)
     options._timeout = timedelta(seconds=timeout)  # noqa: SLF001
     options._threads = 2  # noqa: SLF001
     options._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001
-    prefixed = dist.distributed_c10d.PrefixStore(name, store)
-    group: _Group = gloo(prefixed, rank, size, options)
+    group: _Group = gloo(PrefixStore(name, store), rank, size, options)
     return group
 
 
@@ -214,7 +214,7 @@ class GlooCommunicator:
         name: CommunicatorId,
         members: Sequence[DeviceId],
         device: DeviceId,
-        store: dist.Store,
+        store: Store,
         *,
         host: str = "127.0.0.1",
         timeout: float = DEFAULT_TIMEOUT,

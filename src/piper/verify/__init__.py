@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from piper.errors import VerificationError
+from piper.pausing import collector_paused
 from piper.plan.model import Plan
 from piper.verify.contributions import check_contributions
 from piper.verify.deadlock import Execution, check_deadlock
@@ -33,7 +34,8 @@ def verify(plan: Plan) -> Report:
     used before it exists or after its free, none is left over; every parameter copy is updated once, by the sum of all
     its contributions. Time is linear in the number of instructions.
     """
-    subject, problems = _examine(plan)
+    with collector_paused():
+        subject, problems = _examine(plan)
     if problems:
         raise VerificationError(_message(problems))
     return Report.of(subject)

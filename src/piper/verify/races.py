@@ -61,7 +61,7 @@ class _Detector:
                 if w is not None and clock[streams[w]] < number[w]:
                     yield self._missing(i, w, slot)
                 readers.setdefault(slot, []).append(i)
-            for slot in writes[i] + frees[i]:
+            for slot in writes[i] + frees[i]:  # disjoint: nothing frees what it writes
                 before = [r for r in readers.pop(slot, ()) if r != i]
                 if slot in writer:
                     before.append(writer[slot])

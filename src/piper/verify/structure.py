@@ -119,14 +119,16 @@ def _unfold(
         bad: list[str] = []
         reads, writes, frees = instruction.reads(), instruction.writes(), instruction.frees()
         meeting = instruction.rendezvous()
-        bad += [
-            f"slot %{slot} does not exist; the device has {num_slots} slots"
-            for slots in (reads, writes, frees)
-            for slot in slots
-            if not 0 <= slot < num_slots
-        ]
-        if len(writes) > 1 and len(set(writes)) != len(writes):
-            bad.append("a slot is written twice")
+        for slots in (reads, writes, frees):
+            if slots and (min(slots) < 0 or max(slots) >= num_slots):
+                bad += [
+                    f"slot %{slot} does not exist; the device has {num_slots} slots"
+                    for slot in slots
+                    if not 0 <= slot < num_slots
+                ]
+        for slots, done in ((writes, "written"), (frees, "freed")):
+            if len(slots) > 1 and len(set(slots)) != len(slots):
+                bad.append(f"a slot is {done} twice by one instruction")
         if not instruction.stream:
             bad.append("the stream has no name")
         if instruction.node not in nodes and instruction.node != -1:
