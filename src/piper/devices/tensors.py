@@ -5,12 +5,15 @@ from math import prod
 
 import torch
 
+from piper.dtypes import DType
 from piper.errors import PlanError
-from piper.ops.base import Tensor
+from piper.ops.base import Tensor, shard_length
 
 
 class TensorOperations:
     """The arithmetic part of the device protocol; streams are the subclass's."""
+
+    torch_device: torch.device
 
     def flatten(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """A new flat tensor holding the elements of *tensors*, one after the other."""
@@ -23,6 +26,29 @@ class TensorOperations:
         parts = torch.split(as_torch(flat), [prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
+    def pack_shards(self, tensors: Sequence[Tensor], count: int) -> torch.Tensor:
+        """A new flat tensor of *count* equal parts; part i holds the i-th slice of each tensor."""
+        return torch.cat([_slices(as_torch(tensor), count) for tensor in tensors], dim=1).reshape(-1)
+
+    def unpack_shards(
+        self, flat: Tensor, shapes: Sequence[tuple[int, ...]], count: int
+    ) -> list[torch.Tensor]:
+        """The inverse of :meth:`pack_shards`."""
+        lengths = [shard_length(shape, count) for shape in shapes]
+        columns = torch.split(as_torch(flat).view(count, -1), lengths, dim=1)
+        return [
+            column.reshape(-1)[: prod(shape)].view(shape)
+            for column, shape in zip(columns, shapes, strict=True)
+        ]
+
+    def empty(self, numel: int, dtype: DType) -> torch.Tensor:
+        """A new flat tensor with undefined contents."""
+        return torch.empty(numel, dtype=torch_dtype(dtype), device=self.torch_device)
+
+    def copy_(self, target: Tensor, source: Tensor) -> None:
+        """Overwrite *target* by *source*."""
+        as_torch(target).copy_(as_torch(source))
+
     def add(self, a: Tensor, b: Tensor) -> torch.Tensor:
         """Elementwise sum, a new tensor."""
         return torch.add(as_torch(a), as_torch(b))
@@ -34,6 +60,13 @@ class TensorOperations:
     def divide_(self, a: Tensor, divisor: int) -> None:
         """Divide *a*, in place."""
         as_torch(a).div_(divisor)
+
+
+def _slices(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """*tensor* as ``[count, length]``, padded with zeros."""
+    flat = tensor.reshape(-1)
+    missing = shard_length(tuple(tensor.shape), count) * count - flat.numel()
+    return torch.nn.functional.pad(flat, (0, missing)).view(count, -1) if missing else flat.view(count, -1)
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from piper.directives.base import Directive, directive
 from piper.directives.place import device_group
 from piper.errors import DirectiveError, PlacementError
 from piper.ids import NodeId, Stream
-from piper.ir.dag import Chunk, Dag, Replication
+from piper.ir.dag import Chunk, Dag, DeviceGroup, Level, Replication
 from piper.ir.edit import Edit, add_replication
 from piper.ir.select import FilterValue, Selector
 
@@ -18,12 +18,22 @@ MIB = 1024 * 1024
 @directive
 class Replicate(Directive, frozen=True):
     """Data-parallel replicas: each device of a node's group runs it on microbatches of its own, and the
-    gradients of the parameters that it uses are summed over the group once per step, after the last contribution.
+    gradients of the parameters that it uses are summed over the group.
 
     ``devices`` is ``"placed"`` (the group that each matched node is on) or a list (which then also places nodes that
-    are not placed yet). ``bucket_size`` bounds one reduction in MiB (``None``: a bucket per region). ``reduce_stream``
-    carries the reductions. ``replicated_buffers`` must be chosen when the forward writes buffers on several replicas
-    (BatchNorm): ``"first"`` keeps the first replica's, ``"mean"`` their mean.
+    are not placed yet). A list of lists, ``[[0, 1], [2, 3]]``, shards within the inner lists and replicates across.
+
+    What is sharded over the replicas; each implies the ones before:
+
+    * nothing: all-reduce once per step, after the last contribution;
+    * ``shard_optimizer`` (ZeRO-1): reduce-scatter once per step, update a slice, all-gather the new parameters;
+    * ``shard_grads`` (ZeRO-2): reduce-scatter each microbatch's contributions into a sharded accumulator;
+    * ``shard_params`` (ZeRO-3): whole parameters exist only from an all-gather before each use until after it.
+
+    Each parameter is cut into equal runs of its flattened elements, one per replica. ``bucket_size`` bounds one message in
+    MiB (``None``: a bucket per region). ``reduce_stream`` and ``gather_stream`` carry the communication.
+    ``replicated_buffers`` must be chosen when the forward writes buffers on several replicas (BatchNorm): ``"first"``
+    keeps the first replica's, ``"mean"`` their mean.
 
     Before ``Replicate({}, devices="placed")`` with the region on ``[0, 1]``::
 
@@ -32,46 +42,84 @@ class Replicate(Directive, frozen=True):
     After::
 
         B PP=0 ──dW──▶ sum ──▶ all_reduce 0,1 ──▶ UPDATE PP=0
+
+    With ``shard_params=True``, a slice w of the parameter W being state::
+
+        w ──▶ all_gather 0,1 ──W──▶ B PP=0 ──dW──▶ reduce_scatter 0,1 ──▶ sum ──▶ UPDATE PP=0
     """
 
     filter: dict[str, FilterValue]
-    devices: list[int] | Literal["placed"] = "placed"
+    devices: list[int | list[int]] | Literal["placed"] = "placed"
+    shard_optimizer: bool = False
+    shard_grads: bool = False
+    shard_params: bool = False
     bucket_size: float | None = None
+    gather_stream: str = "gather"
     reduce_stream: str = "reduce"
     replicated_buffers: Literal["first", "mean"] | None = None
 
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
         if self.bucket_size is not None and self.bucket_size <= 0:
             raise DirectiveError(f"bucket_size is in MiB and positive, found {self.bucket_size}")
-        index = len(dag.replications)
+        index, level = len(dag.replications), self._level()
+        groups, everyone = self._groups()
+        if level and everyone is not None and len(groups[0]) == 1:
+            raise DirectiveError(
+                f"{self.devices} leaves nothing to shard over: shard_optimizer, shard_grads and shard_params need groups "
+                "of at least 2 replicas"
+            )
         changed: dict[NodeId, Chunk] = {}
         for node in selector.find(self.filter):
             chunk = dag.nodes[node]
             if isinstance(chunk, Chunk) and not chunk.derived:
-                changed[node] = self._claim(dag, chunk, index)
+                changed[node] = self._claim(dag, chunk, index, everyone)
         return add_replication(
             dag,
             Replication(
                 directive=number,
                 bucket_bytes=None if self.bucket_size is None else int(self.bucket_size * MIB),
                 reduce_stream=Stream(self.reduce_stream),
+                gather_stream=Stream(self.gather_stream),
+                level=level,
+                shard_groups=groups if len(groups) > 1 else (),
                 buffers=self.replicated_buffers,
             ),
             changed,
         )
 
-    def _claim(self, dag: Dag, chunk: Chunk, index: int) -> Chunk:
+    def _level(self) -> Level:
+        if self.shard_params:
+            return Level.PARAMETERS
+        if self.shard_grads:
+            return Level.GRADIENTS
+        return Level.OPTIMIZER if self.shard_optimizer else Level.NONE
+
+    def _groups(self) -> tuple[tuple[DeviceGroup, ...], DeviceGroup | None]:
+        """The lists of ``devices``, and all their members; ``None`` for the group that each node is on."""
+        if self.devices == "placed":
+            return (), None
+        flat = [d for d in self.devices if isinstance(d, int)]
+        nested = [device_group(list(d)) for d in self.devices if not isinstance(d, int)]
+        if flat and nested:
+            raise PlacementError(f"devices is a list of devices or a list of lists, found {self.devices}")
+        groups = tuple(nested) or (device_group(flat),)
+        if len({len(g) for g in groups}) > 1:
+            raise PlacementError(f"the inner lists of devices must have equal lengths, found {self.devices}")
+        return groups, device_group([d for g in groups for d in g])
+
+    def _claim(
+        self, dag: Dag, chunk: Chunk, index: int, everyone: DeviceGroup | None
+    ) -> Chunk:
         if chunk.replication is not None:
             first = dag.replications[chunk.replication].directive
             raise DirectiveError(
                 f"node {chunk.label!r} is replicated twice: by directive {first} and by this one"
             )
-        if self.devices == "placed":
+        if everyone is None:
             return replace(chunk, replication=index)
-        group = device_group(self.devices)
-        if chunk.devices not in (None, group):
+        if chunk.devices not in (None, everyone):
             raise PlacementError(
                 f"node {chunk.label!r} is placed on {list(chunk.devices or ())} but replicated on {self.devices}; "
                 'use devices="placed" or the same group'
             )
-        return replace(chunk, devices=group, replication=index)
+        return replace(chunk, devices=everyone, replication=index)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from piper.errors import DirectiveError, OrderError
 from piper.ids import NodeId, ValueId
-from piper.ir.dag import Chunk, Comm, Dag
+from piper.ir.dag import Chunk, Comm, Dag, Role
 from piper.ir.edit import is_source
+from piper.ops.reduce_scatter import ReduceScatter
 
 
 def check_dag(dag: Dag) -> None:
@@ -61,6 +62,11 @@ def _check_contributions(dag: Dag) -> None:
         if chunk.work.kind == "sum":
             for value in chunk.inputs:
                 summed[value] = summed.get(value, 0) + 1
+    for comm in dag.comms():
+        if isinstance(comm.work, ReduceScatter):
+            for value, part in zip(comm.inputs, comm.outputs, strict=False):
+                if dag.values[part].role is Role.CONTRIBUTION:
+                    summed[value] = summed.get(value, 0) + summed.get(part, 0)
     for parameter, values in dag.contributions.items():
         for value in values:
             if summed.get(value, 0) != 1:

@@ -3,17 +3,21 @@
 from msgspec.structs import replace
 
 from piper.ids import NodeId, ValueId
-from piper.ir.dag import Chunk, Comm, Dag, Value
+from piper.ir.dag import Chunk, Dag, Role, Value
+from piper.ops.all_gather import AllGather
 from piper.ops.p2p import Transfer
 
 
 def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
-    """The core chunks, each reading the values that its producers made and not transferred copies of them."""
-    origin = {
-        node.outputs[0]: node.inputs[0]
-        for node in dag.nodes.values()
-        if isinstance(node, Comm) and isinstance(node.work, Transfer)
-    }
+    """The core chunks, each reading the values that its producers made, or parameters, and not transferred or gathered
+    copies of them."""
+    origin: dict[ValueId, ValueId] = {}
+    parameters = {v.name: v.id for v in dag.values.values() if v.role is Role.PARAMETER}
+    for node in dag.nodes.values():
+        if isinstance(node.work, Transfer):
+            origin[node.outputs[0]] = node.inputs[0]
+        elif isinstance(node.work, AllGather):
+            origin.update({v: parameters[dag.values[v].name] for v in node.outputs})
     chunks: dict[NodeId, Chunk] = {}
     for chunk in dag.chunks():
         if chunk.derived:

@@ -14,7 +14,7 @@ reductions, updates) follow from the core nodes' placement and are made by ``pip
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import TypeAlias
 
@@ -44,17 +44,19 @@ class Role(StrEnum):
     PARAMETER = "parameter"  # state; named by the user's parameter
     BUFFER = "buffer"  # state at the start of the step; named by the user's buffer
     INPUT = "input"  # a batch leaf, rows of one microbatch
+    SHARD = "shard"  # state: this device's slice of the parameter; named by it
     SEED = "seed"  # gradient of the step's loss with respect to one microbatch's loss
     ACTIVATION = "activation"  # anything else that a chunk made
     CONTRIBUTION = "contribution"  # one chunk's part of a parameter's gradient
     TOTAL = "total"  # a sum of contributions, or of loss weights
+    GATHERED = "gathered"  # a whole parameter made of its shards for one use; named by it
 
 
-SOURCES = frozenset({Role.PARAMETER, Role.BUFFER, Role.INPUT, Role.SEED})
+SOURCES = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.INPUT, Role.SEED})
 """Roles of values that no node produces."""
 
 
-STATE = frozenset({Role.PARAMETER, Role.BUFFER, Role.SEED})
+STATE = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.SEED})
 """Roles of values that exist before the step and after it."""
 
 
@@ -184,16 +186,29 @@ class LossKind(StrEnum):
     WEIGHTED = "weighted"  # sum of losses over sum of weights
 
 
+class Level(IntEnum):
+    """What is sharded over the replicas: the ZeRO stages (Rajbhandari et al., 2020)."""
+
+    NONE = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+
 class Replication(msgspec.Struct, frozen=True):
     """What a ``Replicate`` asks for the parameters of the chunks that it claims.
 
-    ``bucket_bytes`` bounds one reduction's payload (``None``: one bucket per region).
+    ``bucket_bytes`` bounds one message's payload (``None``: one bucket per region). ``shard_groups`` are the device lists within which
+    is sharded (empty: the whole group of each node).
     ``buffers`` says which replica's buffers count after the step: ``"first"``, ``"mean"`` or ``None`` (refuse).
     """
 
     directive: int
     bucket_bytes: int | None
     reduce_stream: Stream
+    gather_stream: Stream = Stream("gather")
+    level: Level = Level.NONE
+    shard_groups: tuple[DeviceGroup, ...] = ()
     buffers: str | None = None
 
 
@@ -212,7 +227,8 @@ class Dag:
     ``captured_size`` rows); ``guards`` are conditions over it under which the capture holds; ``batch_size`` is the rows
     of the global batch. ``losses`` (and ``weights``, for a weighted loss) list one value per microbatch.
     ``contributions`` lists, per parameter, the gradient contributions of all core chunks. ``buffer_updates``
-    gives the final value of each buffer that the forward writes. ``directives`` is the history, as text.
+    gives the final value of each buffer that the forward writes. ``shards`` lists, for each sharded parameter, the device groups of which
+    member i holds slice i. ``directives`` is the history, as text.
     """
 
     nodes: Mapping[NodeId, Node]
@@ -233,6 +249,7 @@ class Dag:
     order: tuple[OrderEdge, ...] = ()
     splits: tuple[SplitDim, ...] = ()
     replications: tuple[Replication, ...] = ()
+    shards: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
     directives: tuple[str, ...] = field(default=())
 
     @cached_property
@@ -270,12 +287,13 @@ class Dag:
     def _overwrites(self) -> Iterator[tuple[NodeId, list[NodeId]]]:
         readers: dict[tuple[Role, str], list[NodeId]] = {}
         for value in self.values.values():
-            if value.role in (Role.PARAMETER, Role.BUFFER):
+            if value.role in (Role.PARAMETER, Role.SHARD, Role.BUFFER) and value.id not in self.producers:
                 mine = readers.setdefault((value.role, value.name), [])
                 mine.extend(self.consumers.get(value.id, ()))
-        for chunk in self.chunks():
-            for state in chunk.work.overwrites():
-                yield chunk.id, readers.get((Role(state[0]), state[1]), [])
+        for node in self.nodes.values():
+            for role, name in node.work.overwrites():
+                found = readers.get((Role(role), name), [])
+                yield node.id, [reader for reader in found if reader != node.id]
 
     @cached_property
     def successors(self) -> Mapping[NodeId, tuple[NodeId, ...]]:

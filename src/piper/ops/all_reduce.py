@@ -1,5 +1,6 @@
 """Sum tensors over the members of a group."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from piper.ops.base import (
@@ -13,7 +14,7 @@ from piper.ops.base import (
     instruction,
     work,
 )
-from piper.ops.bucket import BucketCollective
+from piper.ops.bucket import BucketCollective, Collect
 
 
 @work
@@ -47,9 +48,15 @@ class AllReduceBucket(BucketCollective, frozen=True, kw_only=True):
 
     role: ClassVar[str] = "all_reduce"
 
-    def start(self, communicator: Communicator, flat: Tensor) -> Handle:
-        return communicator.all_reduce(flat)
+    def start(
+        self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
+    ) -> tuple[Handle, Collect]:
+        shapes = tuple(message.shape for message in self.messages)
+        flat = device.flatten(tensors, shapes)
 
-    def finish(self, device: Device, flat: Tensor) -> None:
-        if self.average:
-            device.divide_(flat, len(self.members))
+        def collect() -> Sequence[Tensor]:
+            if self.average:
+                device.divide_(flat, len(self.members))
+            return device.unflatten(flat, shapes)
+
+        return communicator.all_reduce(flat), collect

@@ -120,6 +120,23 @@ class Device(Protocol):
     def unflatten(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
         """Views of *flat* with the given shapes, one after the other."""
 
+    def pack_shards(self, tensors: Sequence[Tensor], count: int) -> Tensor:
+        """A new flat tensor of *count* equal parts; part i holds the i-th slice of each tensor, one after the other.
+
+        A tensor's slices are its flattened elements, padded with zeros, cut into *count* equal runs.
+        """
+
+    def unpack_shards(
+        self, flat: Tensor, shapes: Sequence[tuple[int, ...]], count: int
+    ) -> Sequence[Tensor]:
+        """The inverse of :meth:`pack_shards`: tensors of the given shapes, views of *flat* where possible."""
+
+    def empty(self, numel: int, dtype: DType) -> Tensor:
+        """A new flat tensor with undefined contents."""
+
+    def copy_(self, target: Tensor, source: Tensor) -> None:
+        """Overwrite *target* by *source*."""
+
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """A new tensor a + b."""
 
@@ -210,6 +227,11 @@ class Work(msgspec.Struct, frozen=True, tag_field="kind", tag=_snake):
         """Model state that the node changes: pairs of ``parameter`` or ``buffer`` and the name."""
         return ()
 
+    @property
+    def early(self) -> bool:
+        """Whether a communication may start long before it is needed, since it reads nothing but state."""
+        return False
+
     # The rest concerns communication; a group is the tuple of devices that communicate with each other.
 
     def consumes(self, position: int) -> bool:  # noqa: ARG002
@@ -231,6 +253,11 @@ class Work(msgspec.Struct, frozen=True, tag_field="kind", tag=_snake):
     def lower(self, site: "Site") -> "Instruction":
         """The one instruction that the member at *site* executes for a communication."""
         raise NotImplementedError
+
+
+def shard_length(shape: tuple[int, ...], count: int) -> int:
+    """Elements of one of *count* equal slices of a tensor, padding included."""
+    return -(-math.prod(shape) // count)
 
 
 class Site(msgspec.Struct, frozen=True):

@@ -1,9 +1,10 @@
 """Copy the first member's tensors to the others."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
-from piper.ops.base import Communicator, Handle, Instruction, Site, Tensor, Work, instruction, work
-from piper.ops.bucket import BucketCollective
+from piper.ops.base import Communicator, Device, Handle, Instruction, Site, Tensor, Work, instruction, work
+from piper.ops.bucket import BucketCollective, Collect
 
 
 @work
@@ -29,5 +30,9 @@ class BroadcastBucket(BucketCollective, frozen=True, kw_only=True):
 
     role: ClassVar[str] = "broadcast"
 
-    def start(self, communicator: Communicator, flat: Tensor) -> Handle:
-        return communicator.broadcast(flat, 0)
+    def start(
+        self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
+    ) -> tuple[Handle, Collect]:
+        shapes = tuple(message.shape for message in self.messages)
+        flat = device.flatten(tensors, shapes)
+        return communicator.broadcast(flat, 0), lambda: device.unflatten(flat, shapes)

@@ -1,7 +1,7 @@
-"""What collectives over a bucket of tensors share: one flat buffer in, views of it out."""
+"""What collectives over a bucket of tensors share."""
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 from piper.ids import DeviceId, Slot
 from piper.ops.base import (
@@ -17,9 +17,12 @@ from piper.ops.base import (
     Then,
 )
 
+Collect: TypeAlias = Callable[[], Sequence[Tensor]]
+"""Makes the outputs once the communication is complete."""
+
 
 class BucketCollective(Instruction, frozen=True, kw_only=True):
-    """Copy the inputs into one flat buffer, communicate it among ``members``; outputs are views of it."""
+    """Communicate the inputs among ``members`` in one message; ``messages`` are the outputs'."""
 
     communicator: CommunicatorId
     members: tuple[DeviceId, ...]
@@ -30,12 +33,11 @@ class BucketCollective(Instruction, frozen=True, kw_only=True):
     asynchronous: ClassVar[bool] = True
     role: ClassVar[str]
 
-    def start(self, communicator: Communicator, flat: Tensor) -> Handle:
-        """Communicate *flat* in place."""
+    def start(
+        self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
+    ) -> tuple[Handle, Collect]:
+        """Begin; the inputs may be freed or changed as soon as this returns."""
         raise NotImplementedError
-
-    def finish(self, device: Device, flat: Tensor) -> None:
-        """What remains to be done with *flat* once it is communicated."""
 
     def reads(self) -> tuple[Slot, ...]:
         return self.inputs
@@ -50,7 +52,6 @@ class BucketCollective(Instruction, frozen=True, kw_only=True):
         slots, device = runtime.slots, runtime.device
         communicator = runtime.communicator(self.communicator)
         inputs, outputs = self.inputs, self.outputs
-        shapes = tuple(message.shape for message in self.messages)
 
         def launch() -> Handle:
             tensors: list[Tensor] = []
@@ -58,14 +59,13 @@ class BucketCollective(Instruction, frozen=True, kw_only=True):
                 tensor = slots[slot]
                 assert tensor is not None
                 tensors.append(tensor)
-            flat = device.flatten(tensors, shapes)
+            handle, collect = self.start(device, communicator, tensors)
 
             def store() -> None:
-                self.finish(device, flat)
-                for slot, tensor in zip(outputs, device.unflatten(flat, shapes), strict=True):
+                for slot, tensor in zip(outputs, collect(), strict=True):
                     slots[slot] = tensor
 
-            return Then(self.start(communicator, flat), store)
+            return Then(handle, store)
 
         return launch
 

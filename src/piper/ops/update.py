@@ -8,13 +8,15 @@ from piper.ops.base import Handle, Instruction, Runtime, Tensor, Work, instructi
 
 @work
 class Update(Work, frozen=True):
-    """Inputs: one gradient per name of ``parameters``, then, if ``scaled``, the scalar that all are divided by."""
+    """Inputs: one gradient per name of ``parameters``; then, if ``scaled``, the scalar that all are divided by; then, if ``sharded``, the device's
+    slice of each parameter, which is what is updated. Outputs: the updated slices, if ``sharded``."""
 
     parameters: tuple[str, ...]
     scaled: bool = False
+    sharded: bool = False
 
     def overwrites(self) -> tuple[tuple[str, str], ...]:
-        return tuple(("parameter", name) for name in self.parameters)
+        return tuple(("shard" if self.sharded else "parameter", name) for name in self.parameters)
 
 
 @instruction

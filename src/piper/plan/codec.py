@@ -75,6 +75,7 @@ class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: tuple[OrderEdge, ...]
     splits: tuple[SplitDim, ...]
     replications: tuple[Replication, ...]
+    shards: dict[str, tuple[tuple[DeviceId, ...], ...]]
     directives: tuple[str, ...]
 
 

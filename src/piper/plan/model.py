@@ -20,14 +20,16 @@ VERSION = 1
 class SlotInfo(msgspec.Struct, frozen=True):
     """One entry of a device's value table: the DAG value that it holds, and its bound shape and type.
 
-    Slots with role PARAMETER, BUFFER and SEED are filled before the step and never freed (the plan's *state* slots);
-    ``name`` is the parameter's or buffer's. All others start empty and end empty.
+    Slots with role PARAMETER, SHARD, BUFFER and SEED are filled before the step and never freed (the plan's *state* slots);
+    ``name`` is the parameter's or buffer's. All others start empty and end empty. ``shard`` is, for role SHARD, which of
+    how many slices the slot holds.
     """
 
     value: ValueId
     role: Role
     name: str
     message: Message
+    shard: tuple[int, int] | None = None
 
 
 class DevicePlan(msgspec.Struct, frozen=True):

@@ -17,26 +17,31 @@ from piper.ir.symbols import evaluate
 from piper.pausing import collector_paused
 from piper.plan.model import Plan
 from piper.planner.cut import Cutter
+from piper.planner.gathers import share_gathers
 from piper.planner.estimate import Rates, node_seconds
 from piper.planner.streams import total_order
 
 RECEIVE_BYTES = 16 * 1024 * 1024
+GATHER_BYTES = 64 * 1024 * 1024
 
 
-def plan(dag: Dag, *, receive_bytes: int = RECEIVE_BYTES) -> Plan:
+def plan(
+    dag: Dag, *, receive_bytes: int = RECEIVE_BYTES, gather_bytes: int = GATHER_BYTES
+) -> Plan:
     """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
 
-    ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed.
+    ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed, ``gather_bytes`` the
+    sharded parameters that are gathered before they are needed.
 
     A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region that nobody placed or a
     group that nobody replicates, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a microbatch size
     for which the captured graph does not hold.
     """
     with collector_paused():
-        return _plan(dag, receive_bytes)
+        return _plan(dag, receive_bytes, gather_bytes)
 
 
-def _plan(dag: Dag, receive_bytes: int) -> Plan:
+def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
     dag = _placed(dag)
     _check_claimed(dag)
     replicas, microbatches = dag.num_replicas, dag.num_microbatches
@@ -45,7 +50,17 @@ def _plan(dag: Dag, receive_bytes: int) -> Plan:
     _check_guards(dag, size)
     num_devices = 1 + max(d for node in dag.nodes.values() for d in node.participants)
     order = total_order(dag, node_seconds(dag, bindings, Rates()))
-    devices, communicators = Cutter(dag, order, bindings, num_devices, receive_bytes).cut()
+    dag = share_gathers(dag, order)
+    order = [node for node in order if node in dag.nodes]
+    cutter = Cutter(
+        dag,
+        order,
+        bindings,
+        num_devices,
+        receive_bytes=receive_bytes,
+        gather_bytes=gather_bytes,
+    )
+    devices, communicators = cutter.cut()
     weighted = dag.loss_kind is LossKind.WEIGHTED
     return Plan(
         num_devices=num_devices,

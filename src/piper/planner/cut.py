@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from piper.ids import COMPUTE, DeviceId, NodeId, Slot, ValueId
 from piper.ir.dag import STATE, Chunk, Comm, Dag, LossKind, Role
-from piper.ops.accumulate import Accumulate
 from piper.ops.base import CommunicatorId, Message, Site
 from piper.ops.compute import Call, Compute
 from piper.ops.load_input import LoadInput
@@ -12,12 +11,16 @@ from piper.ops.report import Report
 from piper.ops.update import OptimizerStep, Update
 from piper.ops.write_buffer import StoreBuffer, WriteBuffer
 from piper.plan.model import CommunicatorInfo, DevicePlan
+from piper.planner.early import Early
 from piper.planner.program import Program
-from piper.planner.receives import ReceiveAhead
+from piper.planner.sums import PartialSums, sums_of
 
 
 class Cutter:
-    """Walks the total order once and appends each node to the programs of its devices."""
+    """Walks the total order once and appends each node to the programs of its devices.
+
+    ``receive_bytes`` and ``gather_bytes`` bound, per device, what is received and gathered before it is needed.
+    """
 
     def __init__(
         self,
@@ -25,7 +28,9 @@ class Cutter:
         order: Sequence[NodeId],
         bindings: Mapping[str, int],
         num_devices: int,
+        *,
         receive_bytes: int,
+        gather_bytes: int,
     ) -> None:
         self.dag, self.order = dag, order
         self.messages = {
@@ -33,32 +38,31 @@ class Cutter:
             for v in dag.values.values()
             for spec in (v.spec.bound(bindings),)
         }
-        self.sums_of: dict[ValueId, tuple[NodeId, int]] = {}
-        for chunk in dag.chunks():
-            if chunk.work.kind == "sum":
-                share = len(chunk.inputs) // len(chunk.outputs)
-                for i, value in enumerate(chunk.inputs):
-                    self.sums_of[value] = (chunk.id, i // share)
         self.reports = _reports(dag)
-        self.state_values = {(v.role, v.name): v.id for v in dag.values.values() if v.role in STATE}
+        self.state_values = {
+            (v.role, v.name): v.id
+            for v in dag.values.values()
+            if v.role in STATE and v.id not in dag.producers
+        }
         self.leaves = {leaf.name: leaf.index for leaf in dag.batch}
         self.communicators: dict[CommunicatorId, CommunicatorInfo] = {}
-        uses = self._uses(num_devices)
-        self.programs = [Program(DeviceId(d), uses[d]) for d in range(num_devices)]
-        self.partial: list[dict[ValueId, Slot]] = [{} for _ in range(num_devices)]
-        self.pending: dict[DeviceId, Chunk] = {}
-        self.receives = [ReceiveAhead(receive_bytes) for _ in range(num_devices)]
-        self._collect_receives()
+        self.uses = self._uses(num_devices)
+        self.programs = [Program(DeviceId(d), self.uses[d]) for d in range(num_devices)]
+        totals = sums_of(dag)
+        self.sums = [PartialSums(p, totals, dag.values, self.messages) for p in self.programs]
+        self.receives = [Early(receive_bytes) for _ in range(num_devices)]
+        self.gathers = [Early(gather_bytes) for _ in range(num_devices)]
+        self._expect()
 
     def cut(self) -> tuple[tuple[DevicePlan, ...], tuple[CommunicatorInfo, ...]]:
         """The device plans and the communicators that they use."""
-        for device, program in enumerate(self.programs):
-            self.receives[device].advance(program)
+        for device in range(len(self.programs)):
+            self._advance(DeviceId(device))
         for node in self.order:
             match self.dag.nodes[node]:
                 case Chunk() as chunk:
                     self._chunk(chunk)
-                case Comm() as comm:
+                case Comm() as comm if not comm.work.early:
                     self._comm(comm)
         plans = tuple(program.finish() for program in self.programs)
         return plans, tuple(self.communicators[name] for name in sorted(self.communicators))
@@ -85,26 +89,22 @@ class Cutter:
             program = self.programs[device]
             match chunk.work:
                 case Call():
+                    self.sums[device].before_compute()
                     self._call(chunk, chunk.work, position, device)
-                    self.receives[device].advance(program)
+                    self.sums[device].computed(chunk.id, chunk.outputs)
+                    self._advance(device)
                 case Update():
-                    self._update(chunk, chunk.work, program)
+                    self._update(chunk, chunk.work, device)
                 case StoreBuffer():
                     self._store(chunk, chunk.work, program)
                 case _:
-                    self._sum(chunk, device)
+                    self.sums[device].finish(chunk, self.uses[device])
 
     def _call(self, chunk: Chunk, work: Call, position: int, device: DeviceId) -> None:
-        program = self.programs[device]
-        self._flush(device)
-        dag = self.dag
+        program, dag = self.programs[device], self.dag
         base = position * dag.num_microbatches
-        for value in dict.fromkeys(chunk.inputs):
-            if not program.has(value):
-                self._source(value, base, program)
-        inputs = tuple(program.slot(v) for v in chunk.inputs)
+        inputs = tuple(self._input(v, base, device) for v in chunk.inputs)
         outputs = tuple(program.allocate(dag.values[v], self.messages[v]) for v in chunk.outputs)
-        microbatch = base + dag.microbatch(chunk.tags)
         program.emit(
             Compute(
                 node=chunk.id,
@@ -112,20 +112,23 @@ class Cutter:
                 body=work.body,
                 inputs=inputs,
                 outputs=outputs,
-                microbatch=microbatch,
+                microbatch=base + dag.microbatch(chunk.tags),
                 rng=work.rng,
             ),
             consume=inputs,
         )
         program.drop_unread(outputs)
         self._report(chunk, base, program)
-        if any(v in self.sums_of for v in chunk.outputs):
-            self.pending[device] = chunk
 
-    def _source(self, value: ValueId, base: int, program: Program) -> None:
-        info = self.dag.values[value]
-        slot = program.allocate(info, self.messages[value])
-        if info.role is Role.INPUT:
+    def _input(self, value: ValueId, base: int, device: DeviceId) -> Slot:
+        """The slot of what a chunk reads, brought here if it is not here yet."""
+        program, info = self.programs[device], self.dag.values[value]
+        if info.role is Role.GATHERED:
+            self.gathers[device].require(self.dag.producers[value], program)
+        if info.role in STATE:
+            return self._state(value, device)
+        if info.role is Role.INPUT and not program.has(value):
+            slot = program.allocate(info, self.messages[value])
             load = LoadInput(
                 node=NodeId(-1),
                 stream=COMPUTE,
@@ -135,6 +138,19 @@ class Cutter:
                 message=self.messages[value],
             )
             program.emit(load)
+        return program.slot(value)
+
+    def _state(self, value: ValueId, device: DeviceId) -> Slot:
+        """The slot of a state value."""
+        program, info = self.programs[device], self.dag.values[value]
+        if not program.has(value):
+            shard = self._shard(info.name, device) if info.role is Role.SHARD else None
+            program.allocate(info, self.messages[value], shard)
+        return program.slot(value)
+
+    def _shard(self, name: str, device: DeviceId) -> tuple[int, int]:
+        (group,) = (g for g in self.dag.shards[name] if device in g)
+        return group.index(device), len(group)
 
     def _report(self, chunk: Chunk, base: int, program: Program) -> None:
         for value in chunk.outputs:
@@ -150,124 +166,74 @@ class Cutter:
                 )
                 program.emit(report, consume=(slot,))
 
-    def _flush(self, device: DeviceId) -> None:
-        """Add the last chunk's contributions to the partial sums. Done only when the device goes on computing, so that
-        what the chunk sends is under way first.
-        """
-        if (chunk := self.pending.pop(device, None)) is not None:
-            self._accumulate(chunk, device)
-
-    def _accumulate(self, chunk: Chunk, device: DeviceId) -> None:
-        program, partial = self.programs[device], self.partial[device]
-        totals: list[Slot] = []
-        left: list[Slot] = []
-        right: list[Slot] = []
-        used: list[Slot] = []
-        for value in chunk.outputs:
-            if value not in self.sums_of:
-                continue
-            node, index = self.sums_of[value]
-            total = self.dag.nodes[node].outputs[index]
-            slot = program.slot(value)
-            before = partial.get(total)
-            if before is None:
-                partial[total] = slot
-                continue
-            if not program.has(total):
-                program.allocate(self.dag.values[total], self.messages[total])
-                used.append(before)
-            totals.append(program.slot(total))
-            left.append(before)
-            right.append(slot)
-            used.append(slot)
-            partial[total] = program.slot(total)
-        if totals:
-            program.emit(
-                Accumulate(
-                    node=chunk.id,
-                    stream=COMPUTE,
-                    totals=tuple(totals),
-                    left=tuple(left),
-                    right=tuple(right),
-                ),
-                consume=used,
-            )
-
-    def _sum(self, chunk: Chunk, device: DeviceId) -> None:
-        """The sum itself is done by now; a sum of one contribution is that contribution."""
-        self._flush(device)
+    def _update(self, chunk: Chunk, work: Update, device: DeviceId) -> None:
         program = self.programs[device]
-        share = len(chunk.inputs) // len(chunk.outputs)
-        if share > 1:
-            return
-        for value, contribution in zip(chunk.outputs, chunk.inputs, strict=True):
-            readers = self._uses_of(value, device)
-            program.alias(value, program.slot(contribution), readers - 1)
-
-    def _uses_of(self, value: ValueId, device: DeviceId) -> int:
-        count = 0
-        for node in self.dag.consumers.get(value, ()):
-            reader = self.dag.nodes[node]
-            if isinstance(reader, Chunk):
-                count += device in reader.participants
-            else:
-                count += any(
-                    device == d and reader.work.consumes(p)
-                    for group in reader.groups
-                    for p, d in enumerate(group)
-                )
-        return count
-
-    def _update(self, chunk: Chunk, work: Update, program: Program) -> None:
-        slots = tuple(program.slot(v) for v in chunk.inputs if program.has(v))
+        role = Role.SHARD if work.sharded else Role.PARAMETER
+        states = [self.state_values[role, name] for name in work.parameters]
+        parameters = tuple(self._state(value, device) for value in states)
+        read = tuple(
+            program.slot(v)
+            for v in chunk.inputs
+            if program.has(v) and self.dag.values[v].role is not Role.SHARD
+        )
         count = len(work.parameters)
         program.emit(
             OptimizerStep(
                 node=chunk.id,
                 stream=COMPUTE,
                 names=work.parameters,
-                parameters=tuple(
-                    self._state(Role.PARAMETER, name, program) for name in work.parameters
-                ),
-                gradients=slots[:count],
-                scale=slots[count] if work.scaled else None,
+                parameters=parameters,
+                gradients=read[:count],
+                scale=read[count] if work.scaled else None,
             ),
-            consume=slots,
+            consume=read,
         )
-
-    def _state(self, role: Role, name: str, program: Program) -> Slot:
-        """The slot of a parameter or buffer; one that no chunk of this device reads gets its slot here."""
-        value = self.state_values[role, name]
-        if not program.has(value):
-            program.allocate(self.dag.values[value], self.messages[value])
-        return program.slot(value)
+        for value, slot in zip(chunk.outputs, parameters, strict=False):
+            program.rename(value, slot)
 
     def _store(self, chunk: Chunk, work: StoreBuffer, program: Program) -> None:
         (value,) = chunk.inputs
         slot = program.slot(value)
+        buffer = self._state(self.state_values[Role.BUFFER, work.name], program.device)
         program.emit(
             WriteBuffer(
-                node=chunk.id,
-                stream=COMPUTE,
-                name=work.name,
-                buffer=self._state(Role.BUFFER, work.name, program),
-                value=slot,
+                node=chunk.id, stream=COMPUTE, name=work.name, buffer=buffer, value=slot
             ),
             consume=(slot,),
         )
 
     # --- communication ----------------------------------------------------------------------------
 
-    def _collect_receives(self) -> None:
-        for node in self.order:
-            comm = self.dag.nodes[node]
-            if not isinstance(comm, Comm):
+    def _expect(self) -> None:
+        """Announce all receives and gathers, in order of need."""
+        for number in self.order:
+            node = self.dag.nodes[number]
+            if isinstance(node, Comm):
+                self._expect_receives(node)
                 continue
-            for group in comm.groups:
-                for position, device in enumerate(group):
-                    if not comm.work.consumes(position):
-                        message = self.messages[comm.outputs[0]]
-                        self.receives[device].expect(comm, group, position, message, self._site)
+            for value in node.inputs:
+                if self.dag.values[value].role is Role.GATHERED:
+                    self._expect_gather(self.dag.producers[value])
+
+    def _expect_receives(self, comm: Comm) -> None:
+        for group in comm.groups:
+            for position, device in enumerate(group):
+                if not comm.work.consumes(position):
+                    nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
+                    self.receives[device].expect(comm, group, position, nbytes, self._site)
+
+    def _expect_gather(self, number: NodeId) -> None:
+        comm = self.dag.nodes[number]
+        assert isinstance(comm, Comm)
+        nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
+        for group in comm.groups:
+            for position, device in enumerate(group):
+                self.gathers[device].expect(comm, group, position, nbytes, self._site)
+
+    def _advance(self, device: DeviceId) -> None:
+        program = self.programs[device]
+        self.gathers[device].advance(program)
+        self.receives[device].advance(program)
 
     def _comm(self, comm: Comm) -> None:
         for group in comm.groups:
@@ -276,17 +242,16 @@ class Cutter:
                 if comm.work.consumes(position):
                     site = self._site(comm, group, position, program)
                     program.emit(comm.work.lower(site), consume=site.inputs)
+                    self.sums[device].reduced(comm.id, comm.outputs)
                 else:
                     self.receives[device].require(comm.id, program)
 
     def _site(
         self, comm: Comm, group: tuple[DeviceId, ...], position: int, program: Program
     ) -> Site:
-        consumes, delivers = comm.work.consumes(position), comm.work.delivers(position)
-        inputs = tuple(program.slot(v) for v in comm.inputs if consumes and program.has(v))
-        outputs = tuple(
-            program.allocate(self.dag.values[v], self.messages[v]) for v in comm.outputs if delivers
-        )
+        device = group[position]
+        stored = [self.state_values[Role(r), name] for r, name in comm.work.overwrites()]
+        made = comm.outputs if comm.work.delivers(position) else ()
         name = comm.work.communicator(comm.stream, group)
         self.communicators.setdefault(name, CommunicatorInfo(name, group))
         return Site(
@@ -296,9 +261,23 @@ class Cutter:
             communicator=name,
             group=group,
             position=position,
-            inputs=inputs,
-            outputs=outputs,
-            messages=tuple(self.messages[v] for v in comm.outputs),
+            inputs=self._contributed(comm, position, device),
+            outputs=(
+                *(program.allocate(self.dag.values[v], self.messages[v]) for v in made),
+                *(self._state(v, device) for v in stored),
+            ),
+            messages=tuple(self.messages[v] for v in (*comm.outputs, *stored)),
+        )
+
+    def _contributed(self, comm: Comm, position: int, device: DeviceId) -> tuple[Slot, ...]:
+        """The slots of those inputs that live on this member."""
+        if not comm.work.consumes(position):
+            return ()
+        program, producers = self.programs[device], self.dag.producers
+        return tuple(
+            self._state(v, device) if v not in producers else program.slot(v)
+            for v in comm.inputs
+            if v not in producers or program.has(v)
         )
 
 

@@ -20,7 +20,7 @@ class Program:
     """
 
     def __init__(self, device: DeviceId, uses: dict[ValueId, int]) -> None:
-        self._device = device
+        self.device = device
         self._uses = uses
         self._slots: list[SlotInfo] = []
         self._slot_of: dict[ValueId, Slot] = {}
@@ -40,10 +40,12 @@ class Program:
         """The slot of a value that is on this device."""
         return self._slot_of[value]
 
-    def allocate(self, value: Value, message: Message) -> Slot:
-        """A new slot for *value*."""
+    def allocate(
+        self, value: Value, message: Message, shard: tuple[int, int] | None = None
+    ) -> Slot:
+        """A new slot for *value*; *shard* says which of how many slices of a parameter."""
         slot = Slot(len(self._slots))
-        self._slots.append(SlotInfo(value.id, value.role, value.name, message))
+        self._slots.append(SlotInfo(value.id, value.role, value.name, message, shard))
         self._slot_of[value.id] = slot
         return slot
 
@@ -51,6 +53,10 @@ class Program:
         """Let *value* be another name of *slot*; its reads, *extra_uses* of them, count for the slot's own value."""
         self._slot_of[value] = slot
         self._uses[self._slots[slot].value] += extra_uses
+
+    def rename(self, value: ValueId, slot: Slot) -> None:
+        """Let *value* be what the state *slot* holds from now on."""
+        self._slot_of[value] = slot
 
     def message(self, slot: Slot) -> Message:
         """Shape and type of a slot."""
@@ -82,7 +88,7 @@ class Program:
             self._finished(index, instruction, events)
             for index, instruction in enumerate(self._instructions)
         )
-        return DevicePlan(self._device, tuple(self._slots), instructions)
+        return DevicePlan(self.device, tuple(self._slots), instructions)
 
     def _finished(
         self, index: int, instruction: Instruction, events: dict[int, EventId]

@@ -1,0 +1,93 @@
+"""Which parameters are sharded, within which device groups."""
+
+from piper.errors import DirectiveError, PlacementError
+from piper.ir.body import TensorSpec
+from piper.ir.dag import Chunk, DeviceGroup, Level, Replication, Role, Value
+from piper.ir.derive.builder import Builder, Group
+from piper.ops.base import shard_length
+
+
+def find_shards(builder: Builder) -> dict[str, tuple[DeviceGroup, ...]]:
+    """For each sharded parameter the groups whose member i holds slice i.
+
+    Raises :class:`DirectiveError` if users of one parameter shard it differently.
+    """
+    found: dict[str, dict[DeviceGroup, Replication]] = {}
+    users: dict[str, list[Chunk]] = {}
+    for chunk in builder.core():
+        for value in chunk.inputs:
+            info = builder.values[value]
+            if info.role is Role.PARAMETER:
+                users.setdefault(info.name, []).append(chunk)
+    for name, chunks in users.items():
+        for chunk in chunks:
+            replication = builder.replication(chunk)
+            if replication is None or chunk.devices is None or not replication.level:
+                continue
+            for group in shard_groups(replication, chunk.devices):
+                if len(group) > 1 and _sharded(builder, name, replication):
+                    found.setdefault(name, {})[group] = replication
+    shards = {name: tuple(groups) for name, groups in found.items()}
+    for name, groups in shards.items():
+        _check_equal(builder, name, groups, users[name])
+    return shards
+
+
+def _sharded(builder: Builder, name: str, replication: Replication) -> bool:
+    """Frozen parameters are sharded only where whole ones are not kept."""
+    return replication.level is Level.PARAMETERS or bool(builder.dag.contributions.get(name))
+
+
+def shard_groups(replication: Replication, devices: DeviceGroup) -> tuple[DeviceGroup, ...]:
+    """The groups within which the parameters of a node on *devices* are sharded."""
+    if not replication.shard_groups:
+        return (devices,)
+    inside = tuple(g for g in replication.shard_groups if set(g) <= set(devices))
+    if sorted(d for g in inside for d in g) != sorted(devices):
+        raise PlacementError(
+            f"the lists {[list(g) for g in replication.shard_groups]} of directive {replication.directive} do not partition "
+            f"the group {list(devices)} that it claims"
+        )
+    return inside
+
+
+def _check_equal(
+    builder: Builder, name: str, groups: tuple[DeviceGroup, ...], users: list[Chunk]
+) -> None:
+    sizes = {len(g) for g in groups}
+    homes: set[Group] = {u.devices for u in users}
+    levels = {r.level for u in users if (r := builder.replication(u)) is not None}
+    covered = {d for g in groups for d in g}
+    holders = {d for home in homes for d in home or ()}
+    if len(sizes) > 1 or len(levels) > 1 or covered != holders or None in homes:
+        raise DirectiveError(
+            f"parameter {name!r} is shared by nodes that shard it differently "
+            f"({', '.join(sorted({u.label for u in users})[:4])}); one Replicate must claim all of them, on groups of equal size"
+        )
+
+
+def shard_spec(builder: Builder, name: str) -> TensorSpec:
+    """Spec of one slice of a sharded parameter, padding included."""
+    spec = builder.dag.parameters[name].spec
+    shape = tuple(int(str(d)) for d in spec.shape)
+    return TensorSpec((shard_length(shape, shard_count(builder, name)),), spec.dtype)
+
+
+def shard_count(builder: Builder, name: str) -> int:
+    """Slices of a sharded parameter."""
+    return len(builder.shards[name][0])
+
+
+def shard_value(builder: Builder, name: str, role: Role = Role.SHARD) -> Value:
+    """A value that holds a slice of the parameter, or of its gradient; the id is to be filled in."""
+    some = next(iter(builder.values.values()))
+    return Value(some.id, shard_spec(builder, name), role, name)
+
+
+def level_of(builder: Builder, name: str, replication: Replication | None) -> Level:
+    """What is sharded of a parameter."""
+    if replication is None or name not in builder.shards:
+        return Level.NONE
+    return replication.level
+
+

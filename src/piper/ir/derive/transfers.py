@@ -1,0 +1,54 @@
+"""Transfers: a value travels to each device group that reads it and does not make it."""
+
+from msgspec.structs import replace
+
+from piper.errors import PlacementError
+from piper.ids import Stream, ValueId
+from piper.ir.dag import Chunk, DeviceGroup
+from piper.ir.derive.builder import P2P_STREAM, Builder, communication
+from piper.ops.p2p import Transfer
+
+
+def link(builder: Builder) -> None:
+    """Let every core chunk read values that are on its devices."""
+    arrived: dict[tuple[ValueId, DeviceGroup], ValueId] = {}
+    for chunk in builder.core():
+        inputs = tuple(_bring(builder, v, chunk, arrived) for v in chunk.inputs)
+        if inputs != chunk.inputs:
+            builder.nodes[chunk.id] = replace(chunk, inputs=inputs)
+
+
+def _bring(
+    builder: Builder,
+    value: ValueId,
+    reader: Chunk,
+    arrived: dict[tuple[ValueId, DeviceGroup], ValueId],
+) -> ValueId:
+    maker = builder.makers.get(value)
+    if maker is None or maker.devices is None or reader.devices in (None, maker.devices):
+        return value
+    assert reader.devices is not None
+    key = (value, reader.devices)
+    if key not in arrived:
+        stream = maker.p2p_stream or reader.p2p_stream or P2P_STREAM
+        arrived[key] = transfer(builder, value, maker, reader.devices, reader.label, stream)
+    return arrived[key]
+
+
+def transfer(
+    builder: Builder, value: ValueId, maker: Chunk, to: DeviceGroup, reader: str, stream: Stream
+) -> ValueId:
+    """Send *value*, which lives where *maker* runs, to the group *to*; the value that arrives there."""
+    assert maker.devices is not None
+    where = f"{maker.label!r} on devices {list(maker.devices)} feeds {reader!r} on devices {list(to)}"
+    if len(maker.devices) != len(to):
+        raise PlacementError(
+            f"{where}: linked device groups must have equal sizes (member i sends to member i)"
+        )
+    pairs = tuple(zip(maker.devices, to, strict=True))
+    if any(a == b for a, b in pairs):
+        raise PlacementError(
+            f"{where}: linked device groups must be the same, or differ in every position"
+        )
+    node = communication(Transfer(), maker.tags, (value,), pairs, stream, maker.pass_)
+    return builder.add(node, [builder.values[value]])[0]

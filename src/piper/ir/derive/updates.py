@@ -1,0 +1,220 @@
+"""Sums, reductions and updates: from gradient contributions to new parameters."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from piper.dtypes import DType
+from piper.errors import DirectiveError, PlacementError
+from piper.ids import ValueId
+from piper.ir.dag import DeviceGroup, Level, Replication, Role, Tags, Value
+from piper.ir.derive.builder import REDUCE_STREAM, Builder, Group, communication, update_chunk
+from piper.ir.derive.sharding import level_of, shard_groups, shard_value
+from piper.ops.accumulate import Sum
+from piper.ops.all_gather import Refresh
+from piper.ops.all_reduce import AllReduce
+from piper.ops.reduce_scatter import ReduceScatter
+from piper.ops.update import Update
+
+ByGroup = Mapping[Group, Sequence[ValueId]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a parameter is trained: who makes contributions (and how many), under which replication and level, for
+    which region. Parameters with equal uses may share buckets."""
+
+    holders: tuple[Group, ...]
+    region: Tags
+    replication: int | None
+    level: Level
+    counts: tuple[int, ...]
+    dtype: DType
+
+
+def synchronise(builder: Builder, weights: Mapping[Group, ValueId]) -> None:
+    """Sum every parameter's contributions, reduce the sums, update; *weights* divides them where the loss is weighted."""
+    made: dict[str, ByGroup] = {}
+    alike: dict[Use, list[str]] = {}
+    for parameter, values in builder.dag.contributions.items():
+        if values:
+            made[parameter] = _by_group(builder, values)
+            alike.setdefault(_use(builder, parameter, values, made[parameter]), []).append(parameter)
+    for use, names in alike.items():
+        replication = None if use.replication is None else builder.dag.replications[use.replication]
+        limit = None if replication is None else replication.bucket_bytes
+        for bucket in builder.cut(names, limit):
+            _Bucket(builder, use, replication, bucket, made).update(weights)
+
+
+def _by_group(builder: Builder, values: Sequence[ValueId]) -> ByGroup:
+    by_group: dict[Group, list[ValueId]] = {}
+    for value in values:
+        by_group.setdefault(builder.makers[value].devices, []).append(value)
+    return by_group
+
+
+def _use(builder: Builder, parameter: str, values: Sequence[ValueId], by_group: ByGroup) -> Use:
+    makers = [builder.makers[v] for v in values]
+    claims = {m.replication for m in makers}
+    if len(claims) > 1:
+        labels = sorted({m.label for m in makers})
+        raise DirectiveError(
+            f"parameter {parameter!r} is used by nodes that different Replicate directives claim ({', '.join(labels[:4])}); "
+            "one Replicate must claim all users of a shared parameter"
+        )
+    _refuse_overlap(parameter, list(by_group))
+    return Use(
+        holders=tuple(by_group),
+        region=builder.region(makers[0]),
+        replication=makers[0].replication,
+        level=level_of(builder, parameter, builder.replication(makers[0])),
+        counts=tuple(len(vs) for vs in by_group.values()),
+        dtype=builder.values[values[0]].spec.dtype,
+    )
+
+
+def _refuse_overlap(parameter: str, groups: Sequence[Group]) -> None:
+    seen: dict[int, Group] = {}
+    for group in groups:
+        for device in group or ():
+            if device in seen:
+                raise PlacementError(
+                    f"parameter {parameter!r} is used on device groups {list(seen[device] or ())} and {list(group or ())}, which share "
+                    f"device {device} but are not the same; place its users on equal or disjoint groups"
+                )
+            seen[device] = group
+
+
+class _Bucket:
+    """The gradient path of one bucket of parameters."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        use: Use,
+        replication: Replication | None,
+        names: Sequence[str],
+        made: Mapping[str, ByGroup],
+    ) -> None:
+        self.builder, self.use, self.names, self.made = builder, use, names, made
+        self.replication = replication
+        self.stream = REDUCE_STREAM if replication is None else replication.reduce_stream
+
+    def update(self, weights: Mapping[Group, ValueId]) -> None:
+        """Sum, reduce, update, and refresh the whole parameters of which only a slice was updated."""
+        builder, use = self.builder, self.use
+        if use.level is Level.NONE:
+            gradients = self._reduce_whole(self._sums(self.made, self._whole()))
+        elif use.level is Level.OPTIMIZER:
+            sums = self._sums(self.made, self._whole())
+            gradients = self._reduce_slices(self._scatter_sums(sums))
+        else:
+            gradients = self._reduce_slices(self._sums(self._scattered(), self._slices(Role.TOTAL)))
+        scales = tuple(dict.fromkeys(weights[g] for g in use.holders if g in weights))
+        sharded = use.level is not Level.NONE
+        shards = [builder.source(v) for v in self._slices(Role.SHARD)] if sharded else []
+        work = Update(parameters=tuple(self.names), scaled=bool(scales), sharded=sharded)
+        node = update_chunk(work, use.region, (*gradients, *scales, *shards), self._devices())
+        updated = builder.add(node, self._slices(Role.SHARD) if sharded else [])
+        if use.level in (Level.OPTIMIZER, Level.GRADIENTS):
+            self._refresh(updated)
+
+    def _whole(self) -> list[Value]:
+        """Values like the whole gradients."""
+        values = self.builder.values
+        first = [next(iter(self.made[name].values()))[0] for name in self.names]
+        return [replace(values[value], role=Role.TOTAL) for value in first]
+
+    def _slices(self, role: Role) -> list[Value]:
+        return [shard_value(self.builder, name, role) for name in self.names]
+
+    def _devices(self) -> Group:
+        if None in self.use.holders:
+            return None
+        return tuple(d for group in self.use.holders for d in group or ())
+
+    def _sums(self, made: Mapping[str, ByGroup], totals: list[Value]) -> dict[Group, tuple[ValueId, ...]]:
+        """One sum per holder group."""
+        return {
+            group: self.builder.add(
+                update_chunk(
+                    Sum(), self.use.region, [v for n in self.names for v in made[n][group]], group
+                ),
+                totals,
+            )
+            for group in self.use.holders
+        }
+
+    def _reduce_whole(self, sums: Mapping[Group, tuple[ValueId, ...]]) -> Sequence[ValueId]:
+        """Add the sums of all devices that hold the parameters."""
+        members = self._devices() or ()
+        values = tuple(v for group in sums.values() for v in group)
+        if len(members) <= 1:
+            return values
+        node = communication(AllReduce(), self.use.region, values, (members,), self.stream)
+        return self.builder.add(node, self._whole())
+
+    def _scatter_sums(
+        self, sums: Mapping[Group, tuple[ValueId, ...]]
+    ) -> dict[Group, tuple[ValueId, ...]]:
+        """Reduce whole sums to slices, once per step."""
+        return {
+            group: self.builder.add(
+                communication(
+                    ReduceScatter(), self.use.region, values, self._groups(group), self.stream
+                ),
+                self._slices(Role.TOTAL),
+            )
+            for group, values in sums.items()
+        }
+
+    def _scattered(self) -> dict[str, dict[Group, list[ValueId]]]:
+        """Reduce each chunk's contributions to slices as they are made."""
+        builder = self.builder
+        by_chunk: dict[int, list[tuple[str, ValueId]]] = {}
+        for name in self.names:
+            for values in self.made[name].values():
+                for value in values:
+                    by_chunk.setdefault(builder.makers[value].id, []).append((name, value))
+        found: dict[str, dict[Group, list[ValueId]]] = {n: {} for n in self.names}
+        for contributions in by_chunk.values():
+            maker = builder.makers[contributions[0][1]]
+            node = communication(
+                ReduceScatter(),
+                maker.tags,
+                [value for _, value in contributions],
+                self._groups(maker.devices),
+                self.stream,
+                maker.pass_,
+            )
+            results = [shard_value(builder, n, Role.CONTRIBUTION) for n, _ in contributions]
+            outputs = builder.add(node, results)
+            for (name, _), output in zip(contributions, outputs, strict=True):
+                found[name].setdefault(maker.devices, []).append(output)
+        return found
+
+    def _groups(self, devices: Group) -> tuple[DeviceGroup, ...]:
+        assert devices is not None
+        assert self.replication is not None
+        return shard_groups(self.replication, devices)
+
+    def _reduce_slices(self, sums: Mapping[Group, tuple[ValueId, ...]]) -> Sequence[ValueId]:
+        """Add the slices of all groups that shard the parameters, slice by slice."""
+        values = tuple(v for group in sums.values() for v in group)
+        groups = [inner for group in self.use.holders for inner in self._groups(group)]
+        if len(groups) <= 1:
+            return values
+        members = tuple(zip(*groups, strict=True))
+        node = communication(AllReduce(), self.use.region, values, members, self.stream)
+        return self.builder.add(node, self._slices(Role.TOTAL))
+
+    def _refresh(self, updated: Sequence[ValueId]) -> None:
+        assert self.replication is not None
+        groups = [inner for group in self.use.holders for inner in self._groups(group)]
+        node = communication(
+            Refresh(tuple(self.names)), self.use.region, updated, groups, self.replication.gather_stream
+        )
+        self.builder.add(node, [])
+

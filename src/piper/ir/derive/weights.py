@@ -1,0 +1,47 @@
+"""The total weight of a weighted loss, on every device group that updates something."""
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from piper.ids import ValueId
+from piper.ir.dag import LossKind, Role
+from piper.ir.derive.builder import (
+    P2P_STREAM,
+    REDUCE_STREAM,
+    Builder,
+    Group,
+    communication,
+    update_chunk,
+)
+from piper.ir.derive.transfers import transfer
+from piper.ops.accumulate import Sum
+from piper.ops.all_reduce import AllReduce
+
+
+def sum_weights(builder: Builder) -> Mapping[Group, ValueId]:
+    """Sum the loss weights over microbatches and replicas, and send the total wherever contributions are made."""
+    dag = builder.dag
+    groups = {builder.makers[v].devices for vs in dag.contributions.values() for v in vs}
+    if dag.loss_kind is LossKind.MEAN or not groups:
+        return {}
+    maker = builder.makers[dag.weights[0]]
+    region = builder.region(maker)
+    total = replace(builder.values[dag.weights[0]], role=Role.TOTAL, name="weight")
+    by_home: dict[Group, list[ValueId]] = {}
+    for weight in dag.weights:
+        by_home.setdefault(builder.makers[weight].devices, []).append(weight)
+    sums = [
+        builder.add(update_chunk(Sum(), region, weights, home), [total])[0]
+        for home, weights in by_home.items()
+    ]
+    members = tuple(d for home in by_home for d in home or ())
+    whole = sums[0]
+    if len(members) > 1:
+        node = communication(AllReduce(), region, sums, (members,), REDUCE_STREAM)
+        (whole,) = builder.add(node, [total])
+    found: dict[Group, ValueId] = dict.fromkeys(by_home, whole)
+    for group in sorted(groups - set(found), key=str):
+        if group is not None and maker.devices is not None:
+            found[group] = transfer(builder, whole, maker, group, "update", P2P_STREAM)
+    return found

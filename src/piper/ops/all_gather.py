@@ -1,0 +1,129 @@
+"""Put the members' slices of tensors together."""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from piper.ids import NodeId
+from piper.ops.base import (
+    Communicator,
+    Device,
+    Handle,
+    Instruction,
+    Message,
+    Runtime,
+    Site,
+    Tensor,
+    Then,
+    Work,
+    instruction,
+    shard_length,
+    work,
+)
+from piper.ops.bucket import BucketCollective, Collect
+
+
+@work
+class AllGather(Work, frozen=True):
+    """Output i is the tensor whose slices are the members' i-th inputs (see ``ReduceScatter``), for node ``use``.
+
+    It starts as early as the planner likes: its inputs are state.
+    """
+
+    use: NodeId
+
+    @property
+    def early(self) -> bool:
+        return True
+
+    def lower(self, site: Site) -> Instruction:
+        return AllGatherBucket(
+            node=site.node,
+            stream=site.stream,
+            record=site.record,
+            communicator=site.communicator,
+            members=site.group,
+            inputs=site.inputs,
+            outputs=site.outputs,
+            messages=site.messages,
+        )
+
+
+@work
+class Refresh(Work, frozen=True):
+    """Overwrite the parameters ``names`` by what the members' slices, one input per name, make together."""
+
+    names: tuple[str, ...]
+
+    def overwrites(self) -> tuple[tuple[str, str], ...]:
+        return tuple(("parameter", name) for name in self.names)
+
+    def lower(self, site: Site) -> Instruction:
+        return RefreshBucket(
+            node=site.node,
+            stream=site.stream,
+            record=site.record,
+            communicator=site.communicator,
+            members=site.group,
+            inputs=site.inputs,
+            outputs=site.outputs,
+            messages=site.messages,
+        )
+
+
+@instruction
+class AllGatherBucket(BucketCollective, frozen=True, kw_only=True):
+    """Make whole tensors of the members' slices."""
+
+    role: ClassVar[str] = "all_gather"
+
+    def start(
+        self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
+    ) -> tuple[Handle, Collect]:
+        return gather(self.messages, len(self.members), device, communicator, tensors)
+
+
+@instruction
+class RefreshBucket(BucketCollective, frozen=True, kw_only=True):
+    """Make whole tensors of the members' slices, and store them in the parameters (``outputs``)."""
+
+    role: ClassVar[str] = "refresh"
+
+    def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
+        slots, device = runtime.slots, runtime.device
+        communicator = runtime.communicator(self.communicator)
+        inputs, outputs, messages = self.inputs, self.outputs, self.messages
+
+        def launch() -> Handle:
+            tensors = [_full(slots[slot]) for slot in inputs]
+            handle, collect = gather(messages, len(self.members), device, communicator, tensors)
+
+            def store() -> None:
+                for slot, tensor in zip(outputs, collect(), strict=True):
+                    device.copy_(_full(slots[slot]), tensor)
+
+            return Then(handle, store)
+
+        return launch
+
+
+def gather(
+    messages: Sequence[Message],
+    count: int,
+    device: Device,
+    communicator: Communicator,
+    tensors: Sequence[Tensor],
+) -> tuple[Handle, Collect]:
+    """Begin an all-gather of slices *tensors*; it makes tensors with the given messages."""
+    shapes = tuple(message.shape for message in messages)
+    lengths = tuple((shard_length(shape, count),) for shape in shapes)
+    mine = device.flatten(tensors, lengths)
+    whole = device.empty(count * sum(length for (length,) in lengths), messages[0].dtype)
+    handle = communicator.all_gather(whole, mine)
+    return handle, lambda: device.unpack_shards(whole, shapes, count)
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
+    return tensor
+
+

@@ -1,0 +1,102 @@
+"""Sums on one device: each contribution is added when it has come, one instruction per contributing node."""
+
+from collections.abc import Mapping, Sequence
+
+from piper.ids import COMPUTE, NodeId, Slot, ValueId
+from piper.ir.dag import Chunk, Dag, Value
+from piper.ops.accumulate import Accumulate
+from piper.ops.base import Message
+from piper.planner.program import Program
+
+
+def sums_of(dag: Dag) -> dict[ValueId, ValueId]:
+    """The total that each summed value is part of."""
+    found: dict[ValueId, ValueId] = {}
+    for chunk in dag.chunks():
+        if chunk.work.kind == "sum":
+            share = len(chunk.inputs) // len(chunk.outputs)
+            for i, value in enumerate(chunk.inputs):
+                found[value] = chunk.outputs[i // share]
+    return found
+
+
+class PartialSums:
+    """The running sums of one device.
+
+    Adding is put off a little: past the sends of the chunk that made the contributions, and past the start of the next
+    reduction where they come from one, so that neither waits for the addition nor the addition for them.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        totals: Mapping[ValueId, ValueId],
+        values: Mapping[ValueId, Value],
+        messages: Mapping[ValueId, Message],
+    ) -> None:
+        self._program, self._totals = program, totals
+        self._values, self._messages = values, messages
+        self._partial: dict[ValueId, Slot] = {}
+        self._computed: list[tuple[NodeId, list[ValueId]]] = []
+        self._reduced: list[tuple[NodeId, list[ValueId]]] = []
+
+    def computed(self, node: NodeId, outputs: Sequence[ValueId]) -> None:
+        """A chunk has made *outputs*; those that are summed are added before the next chunk runs."""
+        if mine := [v for v in outputs if v in self._totals]:
+            self._computed.append((node, mine))
+
+    def reduced(self, node: NodeId, outputs: Sequence[ValueId]) -> None:
+        """A reduction that makes *outputs* has started; those that are summed are added after the next one has."""
+        if mine := [v for v in outputs if v in self._totals]:
+            self._flush(self._reduced)
+            self._reduced.append((node, mine))
+
+    def before_compute(self) -> None:
+        """Add what chunks have made."""
+        self._flush(self._computed)
+
+    def finish(self, chunk: Chunk, uses: Mapping[ValueId, int]) -> None:
+        """The sum *chunk* is needed: add all that is left. A sum of one contribution is that contribution, which is then read as
+        often as *uses* says."""
+        self._flush(self._computed)
+        self._flush(self._reduced)
+        if len(chunk.inputs) > len(chunk.outputs):
+            return
+        for total, contribution in zip(chunk.outputs, chunk.inputs, strict=True):
+            program = self._program
+            program.alias(total, program.slot(contribution), uses[total] - 1)
+
+    def _flush(self, waiting: list[tuple[NodeId, list[ValueId]]]) -> None:
+        for node, values in waiting:
+            self._add(node, values)
+        waiting.clear()
+
+    def _add(self, node: NodeId, values: Sequence[ValueId]) -> None:
+        program, partial = self._program, self._partial
+        totals: list[Slot] = []
+        left: list[Slot] = []
+        right: list[Slot] = []
+        used: list[Slot] = []
+        for value in values:
+            total, slot = self._totals[value], program.slot(value)
+            before = partial.get(total)
+            if before is None:
+                partial[total] = slot
+                continue
+            if not program.has(total):
+                program.allocate(self._values[total], self._messages[total])
+                used.append(before)
+            partial[total] = program.slot(total)
+            totals.append(partial[total])
+            left.append(before)
+            right.append(slot)
+            used.append(slot)
+        if totals:
+            instruction = Accumulate(
+                node=node,
+                stream=COMPUTE,
+                totals=tuple(totals),
+                left=tuple(left),
+                right=tuple(right),
+            )
+            program.emit(instruction, consume=used)
