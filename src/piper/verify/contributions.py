@@ -6,8 +6,9 @@ integers. Beside it goes a digest of how the sum was made, because two copies of
 if their gradients were added up in the same way.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from piper.ids import Slot, ValueId
 from piper.ir.dag import Dag, LossKind, Role
@@ -20,22 +21,27 @@ from piper.verify.trace import Problem, Subject, describe_value
 
 CHECK = "contributions"
 
+WHOLE = -1
+"""The slice number of a sum that was not cut into slices."""
+
 _WEIGHT = ""
 """What the sum of loss weights is a sum for; no parameter has this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up."""
+    """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up, and which
+    slice of it is meant (``WHOLE``: all of it)."""
 
     name: str
     counts: int
     history: int
+    shard: int = WHOLE
 
     def plus(self, other: "Total") -> "Total":
         """The sum of two; addition of two numbers commutes bitwise."""
         one, two = sorted((self.history, other.history))
-        return Total(self.name, self.counts + other.counts, hash((one, two)))
+        return Total(self.name, self.counts + other.counts, hash((one, two)), self.shard)
 
 
 def check_contributions(
@@ -93,8 +99,9 @@ class _Symbolic:
         self.origins = _Origins(subject.dag)
         self.totals: list[dict[Slot, Total]] = [{} for _ in subject.traces]
         self.updated: dict[
-            str, dict[int, tuple[int, int]]
-        ] = {}  # name → device → position, history
+            str, dict[int, tuple[int, int, int]]
+        ] = {}  # name → device → position, history, slice
+        self.refreshed: dict[str, set[int]] = {}  # name → devices whose whole copy was remade
         self.scales: dict[int, int] = {}  # history → position, of any device
 
     def run(self, completed: Sequence[tuple[Place, ...]]) -> Iterator[str]:
@@ -128,7 +135,7 @@ class _Symbolic:
             instruction.totals, instruction.left, instruction.right, strict=True
         ):
             one, two = totals.get(left), totals.get(right)
-            if one is None or two is None or one.name != two.name:
+            if one is None or two is None or (one.name, one.shard) != (two.name, two.shard):
                 yield (
                     f"{self.subject.at(device, i)}: {self.subject.slot(device, left)} and "
                     f"{self.subject.slot(device, right)} are not contributions to one sum"
@@ -149,6 +156,9 @@ class _Symbolic:
             ]
             for member in meeting.members
         ]
+        if meeting.role == "refresh":
+            yield from self.refresh(places)
+            return
         if all(total is None for totals in given for total in totals):
             return
         instruction = self.subject.traces[device].instructions[first]
@@ -165,9 +175,20 @@ class _Symbolic:
             return
         for place, position in places:
             writes = self.subject.traces[place].writes[position]
+            mine = results[meeting.members.index(place)]
             self.totals[place].update(
-                {s: t for s, t in zip(writes, results, strict=False) if t is not None}
+                {s: t for s, t in zip(writes, mine, strict=False) if t is not None}
             )
+
+    def refresh(self, places: Sequence[Place]) -> Iterator[str]:
+        """Whole parameters are remade of slices: all of these must have been updated."""
+        for device, i in places:
+            slots = self.subject.plan.devices[device].slots
+            for slot in self.subject.traces[device].writes[i]:
+                name = slots[slot].name
+                if device not in self.updated.get(name, {}):
+                    yield f"{self.subject.at(device, i)}: the slice of {name!r} was not updated before"
+                self.refreshed.setdefault(name, set()).add(device)
 
     def update(self, device: int, i: int) -> Iterator[str]:
         """Compare the sums that an update uses with what they should be."""
@@ -186,15 +207,21 @@ class _Symbolic:
             if scale is None or scale.name != _WEIGHT or scale.counts != full[_WEIGHT]:
                 yield self.wrong(here, device, instruction.scale, _WEIGHT, scale)
             scale_history = scale.history if scale is not None else 0
-        for name, slot in zip(instruction.names, instruction.gradients, strict=True):
+        for name, parameter, slot in zip(
+            instruction.names, instruction.parameters, instruction.gradients, strict=True
+        ):
             total = self.totals[device].get(slot)
             if total is None or total.name != name or total.counts != full.get(name):
                 yield self.wrong(here, device, slot, name, total)
                 continue
+            info = subject.plan.devices[device].slots[parameter]
+            shard = WHOLE if info.shard is None else info.shard[0]
+            if total.shard != shard:
+                yield f"{here}: slice {shard} of {name!r} is updated from slice {total.shard} of its gradient"
             copies = self.updated.setdefault(name, {})
             if device in copies:
                 yield f"{here}: parameter {name!r} was updated already by #{copies[device][0]}"
-            copies[device] = (i, hash((total.history, scale_history)))
+            copies[device] = (i, hash((total.history, scale_history)), shard)
 
     def wrong(self, here: str, device: int, slot: Slot, name: str, total: Total | None) -> str:
         """What is wrong with the sum in *slot*."""
@@ -211,25 +238,50 @@ class _Symbolic:
         contributions = self.subject.dag.contributions
         for device in self.subject.plan.devices:
             for info in device.slots:
-                if info.role is not Role.PARAMETER or not contributions.get(info.name):
+                if not contributions.get(info.name):
                     continue
-                if device.device not in self.updated.get(info.name, {}):
-                    yield f"device {device.device}: parameter {info.name!r} is never updated"
+                if info.role is Role.SHARD or info.name not in self.subject.dag.shards:
+                    done: Container[int] = self.updated.get(info.name, {})
+                else:
+                    done = self.refreshed.get(info.name, set())
+                if info.role in (Role.PARAMETER, Role.SHARD) and device.device not in done:
+                    yield f"device {device.device}: {info.role.value} {info.name!r} is never updated"
         for name, copies in self.updated.items():
-            if len({history for _, history in copies.values()}) > 1:
+            ways = {(history, shard) for _, history, shard in copies.values()}
+            if len(ways) > len({shard for _, _, shard in copies.values()}):
                 yield (
                     f"the copies of parameter {name!r} on devices {sorted(copies)} get sums that "
                     "were added up differently: they would drift apart by rounding"
                 )
 
 
-def _carry(given: list[list[Total | None]]) -> list[Total | None]:
+_Columns: TypeAlias = list[list[Total | None]]
+"""The totals that each member of a rendezvous gives, or gets."""
+
+
+def _carry(given: _Columns) -> _Columns:
     """A message or a broadcast: all get what the first member has."""
-    return given[0]
+    return [given[0]] * len(given)
 
 
-def _reduce(given: list[list[Total | None]]) -> list[Total | None] | None:
-    """An all-reduce: output i is the sum of the members' i-th inputs; ``None`` if these do not fit together."""
+def _all_reduce(given: _Columns) -> _Columns | None:
+    """Every member gets the sums."""
+    sums = _sums(given)
+    return None if sums is None else [sums] * len(given)
+
+
+def _reduce_scatter(given: _Columns) -> _Columns | None:
+    """Member i gets slice i of the sums."""
+    sums = _sums(given)
+    if sums is None or any(total is None or total.shard != WHOLE for total in sums):
+        return None
+    return [
+        [replace(total, shard=i) for total in sums if total is not None] for i in range(len(given))
+    ]
+
+
+def _sums(given: _Columns) -> list[Total | None] | None:
+    """Sum i is that of the members' i-th inputs; ``None`` if these do not fit together."""
     results: list[Total | None] = []
     if len({len(totals) for totals in given}) != 1:
         return None
@@ -238,17 +290,18 @@ def _reduce(given: list[list[Total | None]]) -> list[Total | None] | None:
         if not present:
             results.append(None)
             continue
-        if len(present) < len(column) or len({total.name for total in present}) != 1:
+        if len(present) < len(column) or len({(t.name, t.shard) for t in present}) != 1:
             return None
         history = hash(tuple(total.history for total in present))
         counts = sum(total.counts for total in present)
-        results.append(Total(present[0].name, counts, history))
+        results.append(Total(present[0].name, counts, history, present[0].shard))
     return results
 
 
-_MEETINGS: Mapping[str, Callable[[list[list[Total | None]]], list[Total | None] | None]] = {
+_MEETINGS: Mapping[str, Callable[[_Columns], _Columns | None]] = {
     "send": _carry,
     "receive": _carry,
-    "all_reduce": _reduce,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
     "broadcast": _carry,
 }

@@ -6,7 +6,7 @@ This is translation validation: for each instruction the check works out, from t
 from collections.abc import Iterator, Sequence
 
 from piper.ids import DeviceId, NodeId, Slot, ValueId
-from piper.ir.dag import Chunk, Comm, LossKind, Node, Role
+from piper.ir.dag import STATE, Chunk, Comm, LossKind, Node, Role
 from piper.ops.accumulate import Accumulate, Sum
 from piper.ops.base import Instruction, Site
 from piper.ops.compute import Call, Compute
@@ -38,6 +38,11 @@ class _Expected:
         self.numbers: dict[NodeId, int] = {}
         self.aliases: dict[ValueId, ValueId] = {}
         self.sum_of: dict[ValueId, ValueId] = {}
+        self.states = {
+            (v.role, v.name): v.id
+            for v in dag.values.values()
+            if v.role in STATE and v.id not in dag.producers
+        }
         for node in dag.nodes.values():
             if isinstance(node, Chunk) and isinstance(node.work, Sum):
                 self._sum(node)
@@ -46,6 +51,8 @@ class _Expected:
                 self.nodes[device].append(node.id)
             if isinstance(node, Chunk):
                 self.numbers[node.id] = dag.microbatch(node.tags)
+                if isinstance(node.work, Update):
+                    self.aliases.update(self._updated(node, node.work))
         self.leaves = {leaf.name: leaf for leaf in dag.batch}
         self.reported: dict[ValueId, tuple[str, int]] = {
             value: ("loss", m) for m, value in enumerate(dag.losses)
@@ -62,6 +69,15 @@ class _Expected:
             self.aliases.update(zip(node.outputs, node.inputs, strict=True))
         else:
             self.sum_of.update({v: node.outputs[i // each] for i, v in enumerate(node.inputs)})
+
+    def _updated(self, node: Chunk, work: Update) -> Iterator[tuple[ValueId, ValueId]]:
+        """An updated slice is what the parameter's slice holds from then on."""
+        for value, name in zip(node.outputs, work.parameters, strict=False):
+            yield value, self.states[Role.SHARD, name]
+
+    def stored(self, node: Comm) -> tuple[ValueId, ...]:
+        """The state that a communication overwrites."""
+        return tuple(self.states[Role(role), name] for role, name in node.work.overwrites())
 
     def inputs(self, node: Node, device: DeviceId) -> tuple[ValueId, ...]:
         """The values that *node* reads on *device*: of a communication or an update, those that live there."""
@@ -194,11 +210,17 @@ class _Device:
             bad.append(f"expected parameters {work.parameters}, found {instruction.names}")
         if (instruction.scale is not None) != work.scaled:
             bad.append("expected a scale" if work.scaled else "expected no scale")
-        bad += self.differ("reads", instruction.reads(), self.expected.inputs(node, self.device))
+        read = [
+            value
+            for value in self.expected.inputs(node, self.device)
+            if self.dag.values[value].role is not Role.SHARD
+        ]
+        bad += self.differ("reads", instruction.reads(), read)
+        role = Role.SHARD if work.sharded else Role.PARAMETER
         for name, slot in zip(instruction.names, instruction.parameters, strict=True):
             info = self.slots[slot]
-            if info.role is not Role.PARAMETER or info.name != name:
-                bad.append(f"expected the slot of parameter {name!r}, found {self.name(slot)}")
+            if info.role is not role or info.name != name:
+                bad.append(f"expected the slot of {role.value} {name!r}, found {self.name(slot)}")
         return bad
 
     def store(self, instruction: Instruction) -> Sequence[str]:
@@ -228,7 +250,8 @@ class _Device:
         work, position = node.work, group.index(device)
         reads, writes = self.trace.reads[i], self.trace.writes[i]
         inputs = self.expected.inputs(node, device) if work.consumes(position) else ()
-        outputs = node.outputs if work.delivers(position) else ()
+        stored = self.expected.stored(node)
+        outputs = (*(node.outputs if work.delivers(position) else ()), *stored)
         bad += self.differ("reads", reads, inputs)
         bad += self.differ("writes", writes, outputs)
         site = Site(
@@ -240,7 +263,7 @@ class _Device:
             position,
             reads,
             writes,
-            self.subject.messages.of_values(node.outputs),
+            self.subject.messages.of_values((*node.outputs, *stored)),
         )
         if not bad and (expected := work.lower(site)) != instruction:
             bad.append(f"expected {_fields(expected, instruction)}")

@@ -35,7 +35,7 @@ class _Table:
             zip(trace.reads, trace.writes, trace.frees, strict=True)
         ):
             for slot in reads:
-                if slot not in live or slot in stored:
+                if slot not in live or (slot in stored and not self._wants_new(i, slot)):
                     yield self._unreadable(i, slot)
             for slot in writes:
                 if slot in live and slot not in reads:
@@ -45,6 +45,11 @@ class _Table:
                 yield from self._free(i, slot)
         for slot in sorted(live - trace.state):
             yield f"device {trace.device}: {self._name(slot)} is never freed"
+
+    def _wants_new(self, i: int, slot: Slot) -> bool:
+        """Whether the instruction's node reads what is stored here in this step, and not the step's initial value."""
+        node = self.subject.dag.nodes.get(self.trace.instructions[i].node)
+        return node is not None and self.trace.values[slot] not in node.inputs
 
     def _overwrite(self, i: int, slot: Slot) -> Iterator[str]:
         if slot not in self.trace.state:

@@ -6,7 +6,7 @@ Other checks rely on it.
 from collections.abc import Iterator, Mapping, Sequence
 
 from piper.ids import Slot, Stream
-from piper.ir.dag import STATE, LossKind, Role
+from piper.ir.dag import STATE, LossKind, Role, Value
 from piper.ir.symbols import evaluate
 from piper.ops.accumulate import Accumulate
 from piper.ops.base import CommunicatorId, Instruction, Rendezvous
@@ -104,8 +104,20 @@ def _slots(plan: Plan, device: DevicePlan, messages: Messages) -> Iterator[str]:
             yield f"{here} and slot %{other} both hold value {info.value}"
         if value.role is Role.PARAMETER and value.name not in plan.dag.parameters:
             yield f"{here} holds parameter {value.name!r}, which the DAG does not list"
+        if info.shard != (expected := _shard(plan, device, value)):
+            yield f"{here} holds slice {info.shard}, expected {expected} (index, count)"
         if value.role is Role.BUFFER and value.name not in plan.dag.buffers:
             yield f"{here} holds buffer {value.name!r}, which the DAG does not list"
+
+
+def _shard(plan: Plan, device: DevicePlan, value: Value) -> tuple[int, int] | None:
+    """Which slice of a sharded parameter this device holds."""
+    if value.role is not Role.SHARD:
+        return None
+    for group in plan.dag.shards.get(value.name, ()):
+        if device.device in group:
+            return group.index(device.device), len(group)
+    return None
 
 
 def _unfold(
