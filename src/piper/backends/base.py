@@ -22,19 +22,21 @@ from piper.errors import (
     RunError,
     StateError,
 )
-from piper.ir.dag import Role
+from piper.ir.dag import Parameter, Role
 from piper.ops.load_input import LoadInput
 from piper.ops.write_buffer import WriteBuffer
 from piper.plan.model import DevicePlan, Plan
 from piper.registry import Registry
 from piper.runtime.batch import Batch, Data, FixedBatches, Signature, signature
 from piper.runtime.state import (
+    STEP,
     OptimizerSnapshot,
     OptimizerSpec,
     StateSnapshot,
     Weights,
     check_snapshot,
     group_parameters,
+    merge_slices,
 )
 from piper.runtime.worker import WorkerRun
 
@@ -340,11 +342,14 @@ class WorkerBackend(ABC):
         """See :class:`Backend`."""
         holdings = self._initialised()
         arguments = [{"names": names, "optimizer": optimizer} for names in holdings.owned]
-        return _merge_snapshots([_as_snapshot(s) for s in self._call_all("snapshot", arguments)])
+        parts = [_as_snapshot(s) for s in self._call_all("snapshot", arguments)]
+        return _merge_snapshots(_assembled(parts, holdings.plan.dag.parameters))
 
     def copies(self) -> list[StateSnapshot]:
         """See :class:`Backend`."""
-        arguments = [{"names": n, "optimizer": True} for n in self._initialised().names]
+        arguments = [
+            {"names": n, "optimizer": True, "everything": True} for n in self._initialised().names
+        ]
         return [_as_snapshot(s) for s in self._call_all("snapshot", arguments)]
 
     def restore(self, snapshot: StateSnapshot) -> None:
@@ -403,9 +408,12 @@ def _loads_inputs(mine: DevicePlan) -> bool:
     return any(isinstance(i, LoadInput) for i in mine.instructions)
 
 
+_NAMED = (Role.PARAMETER, Role.SHARD, Role.BUFFER)
+
+
 def _state_names(mine: DevicePlan) -> list[str]:
     """Parameters and buffers that a device's plan uses, in slot order."""
-    names = [i.name for i in mine.slots if i.role in (Role.PARAMETER, Role.BUFFER)]
+    names = [i.name for i in mine.slots if i.role in _NAMED]
     return list(dict.fromkeys(names))
 
 
@@ -415,16 +423,19 @@ def _holdings(plan: Plan, constants: frozenset[str]) -> _Holdings:
     used = {name for names in held for name in names}
     model = (*plan.dag.parameters, *plan.dag.buffers)
     held[0] += [n for n in model if n not in used and n not in constants]
-    # A buffer that the step writes is current where it is written.
-    owner: dict[str, int] = {}
+    # A buffer that the step writes is current where it is written. Every slice of a sharded parameter is owned once.
+    sliced = [{i.name: i.shard for i in mine.slots if i.shard is not None} for mine in devices]
+    owner: dict[tuple[str, tuple[int, int] | None], int] = {}
     for rank, mine in enumerate(devices):
         for instruction in mine.instructions:
             if isinstance(instruction, WriteBuffer):
-                owner.setdefault(instruction.name, rank)
+                owner.setdefault((instruction.name, None), rank)
     for rank, names in enumerate(held):
         for name in names:
-            owner.setdefault(name, rank)
-    owned = tuple(tuple(n for n in held[r] if owner[n] == r) for r in range(len(devices)))
+            owner.setdefault((name, sliced[rank].get(name)), rank)
+    owned = tuple(
+        tuple(n for n in held[r] if owner[n, sliced[r].get(n)] == r) for r in range(len(devices))
+    )
     return _Holdings(plan, tuple(tuple(names) for names in held), owned)
 
 
@@ -456,6 +467,47 @@ def _merge(runs: Sequence[WorkerRun]) -> RunResult:
         steps.append(StepResult(reports[0].step, ordered, max(r.seconds for r in reports)))
     found = next((run.signature for run in runs if run.signature is not None), None)
     return RunResult(tuple(steps), runs[0].stopped_at, found)
+
+
+def _assembled(
+    parts: Sequence[StateSnapshot], parameters: Mapping[str, Parameter]
+) -> list[StateSnapshot]:
+    """*parts*, and one part more that holds whole the parameters of which they have slices."""
+    slices: dict[str, dict[int, StateSnapshot]] = {}
+    for part in parts:
+        for name, shard in part.shards.items():
+            slices.setdefault(name, {})[shard.part.index] = part
+    whole: dict[str, torch.Tensor] = {}
+    state: dict[str, dict[str, object]] = {}
+    for name, by_index in slices.items():
+        ordered = [by_index[i] for i in sorted(by_index)]
+        shape = [int(str(d)) for d in parameters[name].spec.shape]
+        whole[name] = merge_slices([p.shards[name].tensor for p in ordered], shape)
+        entries = [
+            p.optimizer.state[name] for p in ordered if p.optimizer and name in p.optimizer.state
+        ]
+        if entries:
+            state[name] = {
+                key: _merge_entry(key, [e[key] for e in entries], shape) for key in entries[0]
+            }
+    groups = next((p.optimizer.groups for p in parts if p.optimizer is not None), None)
+    optimizer = None if groups is None else OptimizerSnapshot(state, groups)
+    return [_without_shards(part) for part in parts] + [StateSnapshot(whole, {}, optimizer)]
+
+
+def _merge_entry(key: str, values: Sequence[object], shape: Sequence[int]) -> object:
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    if key == STEP or len(tensors) < len(values):
+        return values[0]
+    return merge_slices(tensors, shape)
+
+
+def _without_shards(part: StateSnapshot) -> StateSnapshot:
+    optimizer = part.optimizer
+    if optimizer is not None:
+        state = {n: s for n, s in optimizer.state.items() if n not in part.shards}
+        optimizer = OptimizerSnapshot(state, optimizer.groups)
+    return StateSnapshot(part.parameters, part.buffers, optimizer)
 
 
 def _merge_snapshots(parts: Sequence[StateSnapshot]) -> StateSnapshot:

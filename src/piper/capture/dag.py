@@ -103,7 +103,9 @@ class _Assembly:
 
     def _members(self) -> list[list[Node]]:
         """The nodes of each chunk, in graph order."""
-        members: list[list[Node]] = [[] for _ in range(max(self._chunk_of.values(), default=-1) + 1)]
+        members: list[list[Node]] = [
+            [] for _ in range(max(self._chunk_of.values(), default=-1) + 1)
+        ]
         for node in self._joint.module.graph.nodes:
             if node in self._chunk_of:
                 members[self._chunk_of[node]].append(node)

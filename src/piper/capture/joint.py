@@ -565,7 +565,10 @@ def _describe(
     size_guards: tuple[str, ...],
 ) -> Joint:
     """Read the descriptors of inputs and outputs."""
-    inputs = {node: _input(node.meta["desc"], list(leaves)) for node in module.graph.find_nodes(op="placeholder")}
+    inputs = {
+        node: _input(node.meta["desc"], list(leaves))
+        for node in module.graph.find_nodes(op="placeholder")
+    }
     output = module.graph.output_node()
     results = pytree.tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
     plain: dict[int, torch.fx.Node] = {}

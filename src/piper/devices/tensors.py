@@ -28,7 +28,9 @@ class TensorOperations:
 
     def pack_shards(self, tensors: Sequence[Tensor], count: int) -> torch.Tensor:
         """A new flat tensor of *count* equal parts; part i holds the i-th slice of each tensor."""
-        return torch.cat([_slices(as_torch(tensor), count) for tensor in tensors], dim=1).reshape(-1)
+        return torch.cat([_slices(as_torch(tensor), count) for tensor in tensors], dim=1).reshape(
+            -1
+        )
 
     def unpack_shards(
         self, flat: Tensor, shapes: Sequence[tuple[int, ...]], count: int
@@ -66,7 +68,11 @@ def _slices(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """*tensor* as ``[count, length]``, padded with zeros."""
     flat = tensor.reshape(-1)
     missing = shard_length(tuple(tensor.shape), count) * count - flat.numel()
-    return torch.nn.functional.pad(flat, (0, missing)).view(count, -1) if missing else flat.view(count, -1)
+    return (
+        torch.nn.functional.pad(flat, (0, missing)).view(count, -1)
+        if missing
+        else flat.view(count, -1)
+    )
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

@@ -101,15 +101,17 @@ class Replicate(Directive, frozen=True):
         flat = [d for d in self.devices if isinstance(d, int)]
         nested = [device_group(list(d)) for d in self.devices if not isinstance(d, int)]
         if flat and nested:
-            raise PlacementError(f"devices is a list of devices or a list of lists, found {self.devices}")
+            raise PlacementError(
+                f"devices is a list of devices or a list of lists, found {self.devices}"
+            )
         groups = tuple(nested) or (device_group(flat),)
         if len({len(g) for g in groups}) > 1:
-            raise PlacementError(f"the inner lists of devices must have equal lengths, found {self.devices}")
+            raise PlacementError(
+                f"the inner lists of devices must have equal lengths, found {self.devices}"
+            )
         return groups, device_group([d for g in groups for d in g])
 
-    def _claim(
-        self, dag: Dag, chunk: Chunk, index: int, everyone: DeviceGroup | None
-    ) -> Chunk:
+    def _claim(self, dag: Dag, chunk: Chunk, index: int, everyone: DeviceGroup | None) -> Chunk:
         if chunk.replication is not None:
             first = dag.replications[chunk.replication].directive
             raise DirectiveError(

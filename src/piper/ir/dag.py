@@ -287,7 +287,10 @@ class Dag:
     def _overwrites(self) -> Iterator[tuple[NodeId, list[NodeId]]]:
         readers: dict[tuple[Role, str], list[NodeId]] = {}
         for value in self.values.values():
-            if value.role in (Role.PARAMETER, Role.SHARD, Role.BUFFER) and value.id not in self.producers:
+            if (
+                value.role in (Role.PARAMETER, Role.SHARD, Role.BUFFER)
+                and value.id not in self.producers
+            ):
                 mine = readers.setdefault((value.role, value.name), [])
                 mine.extend(self.consumers.get(value.id, ()))
         for node in self.nodes.values():

@@ -125,5 +125,3 @@ def gather(
 def _full(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
     return tensor
-
-

@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from piper.ops.base import Communicator, Device, Handle, Instruction, Site, Tensor, Work, instruction, work
+from piper.ops.base import (
+    Communicator,
+    Device,
+    Handle,
+    Instruction,
+    Site,
+    Tensor,
+    Work,
+    instruction,
+    work,
+)
 from piper.ops.bucket import BucketCollective, Collect
 
 

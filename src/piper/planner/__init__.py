@@ -25,9 +25,7 @@ RECEIVE_BYTES = 16 * 1024 * 1024
 GATHER_BYTES = 64 * 1024 * 1024
 
 
-def plan(
-    dag: Dag, *, receive_bytes: int = RECEIVE_BYTES, gather_bytes: int = GATHER_BYTES
-) -> Plan:
+def plan(dag: Dag, *, receive_bytes: int = RECEIVE_BYTES, gather_bytes: int = GATHER_BYTES) -> Plan:
     """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
 
     ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed, ``gather_bytes`` the

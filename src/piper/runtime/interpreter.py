@@ -184,6 +184,8 @@ def _initial(
         return None
     if info.name in constants and info.role is Role.BUFFER:
         return constants[info.name].to(device.torch_device)
+    if info.role is Role.SHARD:
+        return state.shard(info.name)
     if info.role is not Role.SEED:
         return state.tensor(info.name)
     return torch.full(

@@ -4,8 +4,8 @@ State belongs to names, not to a plan: any number of plans may use it, and a sna
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TypeAlias, cast
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from piper.errors import ConfigError, StateError, nearest
 from piper.ir.body import TensorSpec
 from piper.ir.dag import Buffer, Parameter
+from piper.ops.base import shard_length
 
 ParamsArgument: TypeAlias = list[torch.Tensor] | list[dict[str, object]]
 """What torch's optimizers take first: parameters, or groups of them with options."""
@@ -28,19 +29,36 @@ Weights: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """Slice ``index`` of ``count`` equal runs of a tensor's flattened elements (the last ones may be short or empty)."""
+
+    index: int
+    count: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The slice, one-dimensional, without padding; a view of *tensor* where possible."""
+        length = self.length(tuple(tensor.shape))
+        return tensor.reshape(-1)[self.index * length : (self.index + 1) * length]
+
+    def length(self, shape: tuple[int, ...]) -> int:
+        """Elements of each slice of a tensor of *shape*, padding included."""
+        return shard_length(shape, self.count)
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerSpec:
     """How each worker makes its optimizer.
 
     ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``: shell-style patterns over parameter names
     (any alias of a tied parameter counts). Parameters that no pattern matches form the last group, without options of
     their own. ``lr_schedule`` maps the step to a factor on every group's learning rate.
-    ``observe`` is shown the final gradients, by parameter name, before each update.
+    ``observe`` is shown the final gradients, by parameter name, before each update; of the names in its second argument, slices.
     """
 
     build: OptimizerFactory
     param_groups: tuple[Mapping[str, object], ...] | None = None
     lr_schedule: Callable[[int], float] | None = None
-    observe: Callable[[Mapping[str, torch.Tensor]], None] | None = None
+    observe: Callable[[Mapping[str, torch.Tensor], Mapping[str, Slice]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +71,30 @@ class OptimizerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """Parameters and buffers by their first names, and the optimizer's state."""
+    """Parameters and buffers by their first names, and the optimizer's state.
+
+    In a device's part of a snapshot, ``shards`` has the slices that it holds, whose optimizer state is that of the slice.
+    """
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     optimizer: OptimizerSnapshot | None = None
+    shards: dict[str, "Shard"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A slice of a parameter: which, and its elements (one-dimensional, without padding)."""
+
+    part: Slice
+    tensor: torch.Tensor
 
 
 class ModelState:
     """Parameters and buffers of one device; the tensors keep their identity for the state's life.
+
+    A device may hold a parameter whole, or a slice of it, or both; what the optimizer updates is the slice if there is one.
+    *parameters* are whole tensors in either case; *slices* says of which a slice is held, *whole* which are held whole.
 
     Raises :class:`StateError` for a tensor that does not have the model's shape or type, :class:`ConfigError` for an
     optimizer that cannot serve.
@@ -74,10 +107,30 @@ class ModelState:
         model: Mapping[str, Parameter],
         optimizer: OptimizerSpec | None,
         device: torch.device,
+        slices: Mapping[str, Slice] | None = None,
+        whole: Container[str] | None = None,
     ) -> None:
         self._device = device
+        self._slices = dict(slices or {})
         self.parameters: dict[str, torch.nn.Parameter] = {
-            name: _own(name, tensor, model[name], device) for name, tensor in parameters.items()
+            name: _own(name, tensor, model[name], device)
+            for name, tensor in parameters.items()
+            if name not in self._slices or (whole is not None and name in whole)
+        }
+        self._shards = {
+            name: _padded_slice(parameters[name], part, device)
+            for name, part in self._slices.items()
+        }
+        self._trained: dict[str, torch.nn.Parameter] = {
+            **self.parameters,
+            **{
+                name: torch.nn.Parameter(
+                    shard[: part.of(parameters[name]).numel()], model[name].requires_grad
+                )
+                for (name, shard), part in zip(
+                    self._shards.items(), self._slices.values(), strict=True
+                )
+            },
         }
         self.buffers: dict[str, torch.Tensor] = {
             name: tensor.detach().to(device, copy=True) for name, tensor in buffers.items()
@@ -104,12 +157,15 @@ class ModelState:
             raise StateError(
                 "the plan updates parameters, but the trainer has no optimizer; pass optimizer="
             )
-        parameters = self.parameters
+        parameters = self._trained
         try:
             for name, gradient in gradients.items():
+                if name in self._slices:
+                    gradient = gradient[: parameters[name].numel()]  # noqa: PLW2901 (without padding)
                 parameters[name].grad = gradient if scale is None else gradient / scale
             if self._observe is not None:
-                self._observe({name: _gradient(parameters[name]) for name in gradients})
+                shown = {name: _gradient(parameters[name]) for name in gradients}
+                self._observe(shown, self._slices)
             self._optimizer.step()
         finally:
             for name in gradients:
@@ -132,13 +188,40 @@ class ModelState:
             )
         return found
 
-    def snapshot(self, names: Iterable[str], *, optimizer: bool) -> StateSnapshot:
-        """Copies, on the CPU, of the named parameters and buffers; with *optimizer* its state for those parameters."""
+    def shard(self, name: str) -> torch.Tensor:
+        """This device's slice of a parameter, padded to the length that all slices have.
+
+        Raises :class:`StateError` when this device does not hold one.
+        """
+        found = self._shards.get(name)
+        if found is None:
+            raise StateError(
+                f"this device holds no slice of parameter {name!r}: it was given the state of a plan that does not shard it "
+                f"here; replicate the model in the same way in every plan of a trainer"
+            )
+        return found
+
+    def snapshot(
+        self, names: Iterable[str], *, optimizer: bool, everything: bool = False
+    ) -> StateSnapshot:
+        """Copies, on the CPU, of the named parameters and buffers; with *optimizer* its state for those parameters.
+
+        Where the device holds a slice of a parameter that is what is copied, and the whole one too only if *everything* is asked for.
+        """
         wanted = set(names)
-        parameters = {n: _copy(p) for n, p in self.parameters.items() if n in wanted}
+        parameters = {
+            n: _copy(p)
+            for n, p in self.parameters.items()
+            if n in wanted and (everything or n not in self._slices)
+        }
+        shards = {
+            n: Shard(part, _copy(self._trained[n]))
+            for n, part in self._slices.items()
+            if n in wanted
+        }
         buffers = {n: _copy(b) for n, b in self.buffers.items() if n in wanted}
-        state = self._optimizer_snapshot(parameters) if optimizer else None
-        return StateSnapshot(parameters, buffers, state)
+        state = self._optimizer_snapshot({**parameters, **shards}) if optimizer else None
+        return StateSnapshot(parameters, buffers, state, shards)
 
     def restore(self, snapshot: StateSnapshot) -> None:
         """Overwrite what this device holds with the entries of *snapshot*; other entries are ignored."""
@@ -146,6 +229,9 @@ class ModelState:
             for name, parameter in self.parameters.items():
                 if name in snapshot.parameters:
                     parameter.copy_(snapshot.parameters[name])
+            for name, part in self._slices.items():
+                if name in snapshot.parameters:
+                    self._trained[name].copy_(part.of(snapshot.parameters[name]))
             for name, buffer in self.buffers.items():
                 if name in snapshot.buffers:
                     buffer.copy_(snapshot.buffers[name])
@@ -153,7 +239,7 @@ class ModelState:
             self._restore_optimizer(self._optimizer, snapshot.optimizer)
 
     def _build(self, model: Mapping[str, Parameter], spec: OptimizerSpec) -> Optimizer | None:
-        trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        trained = {n: p for n, p in self._trained.items() if p.requires_grad}
         groups = group_parameters(model, spec.param_groups)
         if not trained:
             return None
@@ -177,9 +263,9 @@ class ModelState:
             return None
         state = self._optimizer.state
         entries = {
-            name: {key: _copied(value) for key, value in state[self.parameters[name]].items()}
+            name: {key: _copied(value) for key, value in state[self._trained[name]].items()}
             for name in names
-            if self.parameters[name] in state
+            if self._trained[name] in state
         }
         groups = tuple(
             {key: _copied(value) for key, value in group.items() if key != "params"}
@@ -196,20 +282,44 @@ class ModelState:
                 f"{len(optimizer.param_groups)}; compile with the same param_groups and optimizer"
             )
         optimizer.state.clear()
-        for name, parameter in self.parameters.items():
+        for name, parameter in self._trained.items():
             if (entries := snapshot.state.get(name)) is not None:
                 optimizer.state[parameter] = {
-                    key: self._placed(key, value) for key, value in entries.items()
+                    key: self._placed(key, self._part(name, key, value))
+                    for key, value in entries.items()
                 }
         for group, options in zip(optimizer.param_groups, snapshot.groups, strict=True):
             group.update({key: _copied(value) for key, value in options.items()})
         self._base_rates = self._rates()
 
+    def _part(self, name: str, key: str, value: object) -> object:
+        """What this device holds of an entry of the optimizer's state."""
+        part = self._slices.get(name)
+        if part is None or key == STEP or not isinstance(value, torch.Tensor):
+            return value
+        return part.of(value)
+
     def _placed(self, key: str, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         # torch keeps the step counter on the CPU, in its own type, unless the optimizer is capturable.
-        return value.clone() if key == "step" else value.to(self._device, copy=True)
+        return value.clone() if key == STEP else value.to(self._device, copy=True)
+
+
+STEP = "step"
+"""The optimizer's counter: the one entry of a parameter's optimizer state that is not shaped like the parameter."""
+
+
+def merge_slices(parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of which *parts* are all slices, in order."""
+    return torch.cat(list(parts)).reshape(tuple(shape))
+
+
+def _padded_slice(tensor: torch.Tensor, part: Slice, device: torch.device) -> torch.Tensor:
+    mine = part.of(tensor.detach())
+    padded = torch.zeros(part.length(tuple(tensor.shape)), dtype=tensor.dtype, device=device)
+    padded[: mine.numel()].copy_(mine)
+    return padded
 
 
 def group_parameters(

@@ -10,6 +10,7 @@ import torch
 from piper.devices.base import TorchDevice
 from piper.errors import RunError
 from piper.ids import DeviceId
+from piper.ir.dag import Role
 from piper.ops.base import Communicator, CommunicatorId
 from piper.ops.load_input import LoadInput
 from piper.plan.model import DevicePlan, Plan
@@ -22,7 +23,7 @@ from piper.runtime.batch import (
 )
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Program
-from piper.runtime.state import ModelState, OptimizerSpec, StateSnapshot, Weights
+from piper.runtime.state import ModelState, OptimizerSpec, Slice, StateSnapshot, Weights
 
 CommunicatorFactory: TypeAlias = Callable[[CommunicatorId, tuple[DeviceId, ...]], Communicator]
 """Makes this device's end; every member makes its own at the same point of the same sequence of calls."""
@@ -108,7 +109,9 @@ class Worker:
         self, key: str, weights: Weights, names: Sequence[str], optimizer: OptimizerSpec | None
     ) -> None:
         """Hold the parameters and buffers *names*, and an optimizer for them."""
-        dag = self._plans[key].plan.dag
+        dag, slots = self._plans[key].plan.dag, self._plans[key].mine.slots
+        slices = {i.name: Slice(*i.shard) for i in slots if i.shard is not None}
+        whole = {i.name for i in slots if i.role is Role.PARAMETER}
         tensors = weights(names) if callable(weights) else weights
         self._state = ModelState(
             {name: tensors[name] for name in names if name in dag.parameters},
@@ -116,6 +119,8 @@ class Worker:
             dag.parameters,
             optimizer,
             self._make_device().torch_device,
+            slices,
+            whole,
         )
         for loaded in self._plans.values():
             loaded.program = self._program(loaded, self._make_device(), self._state)
@@ -153,10 +158,12 @@ class Worker:
             done.append(WorkerStep(step, loaded.context.take(), seconds))
         return WorkerRun(tuple(done))
 
-    def snapshot(self, names: Sequence[str], *, optimizer: bool) -> StateSnapshot:
+    def snapshot(
+        self, names: Sequence[str], *, optimizer: bool, everything: bool = False
+    ) -> StateSnapshot:
         """Copies of the named tensors, which this device holds."""
         assert self._state is not None
-        return self._state.snapshot(names, optimizer=optimizer)
+        return self._state.snapshot(names, optimizer=optimizer, everything=everything)
 
     def restore(self, snapshot: StateSnapshot) -> None:
         """Overwrite the state."""

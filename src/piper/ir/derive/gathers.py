@@ -19,7 +19,11 @@ def gather_parameters(builder: Builder) -> None:
     buckets = _buckets(builder)
     for chunk in builder.core():
         replication = builder.replication(chunk)
-        if replication is None or replication.level is not Level.PARAMETERS or chunk.devices is None:
+        if (
+            replication is None
+            or replication.level is not Level.PARAMETERS
+            or chunk.devices is None
+        ):
             continue
         whole: dict[ValueId, ValueId] = {}
         for value in chunk.inputs:

@@ -89,5 +89,3 @@ def level_of(builder: Builder, name: str, replication: Replication | None) -> Le
     if replication is None or name not in builder.shards:
         return Level.NONE
     return replication.level
-
-

@@ -40,7 +40,9 @@ def transfer(
 ) -> ValueId:
     """Send *value*, which lives where *maker* runs, to the group *to*; the value that arrives there."""
     assert maker.devices is not None
-    where = f"{maker.label!r} on devices {list(maker.devices)} feeds {reader!r} on devices {list(to)}"
+    where = (
+        f"{maker.label!r} on devices {list(maker.devices)} feeds {reader!r} on devices {list(to)}"
+    )
     if len(maker.devices) != len(to):
         raise PlacementError(
             f"{where}: linked device groups must have equal sizes (member i sends to member i)"

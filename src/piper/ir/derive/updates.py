@@ -40,7 +40,9 @@ def synchronise(builder: Builder, weights: Mapping[Group, ValueId]) -> None:
     for parameter, values in builder.dag.contributions.items():
         if values:
             made[parameter] = _by_group(builder, values)
-            alike.setdefault(_use(builder, parameter, values, made[parameter]), []).append(parameter)
+            alike.setdefault(_use(builder, parameter, values, made[parameter]), []).append(
+                parameter
+            )
     for use, names in alike.items():
         replication = None if use.replication is None else builder.dag.replications[use.replication]
         limit = None if replication is None else replication.bucket_bytes
@@ -135,7 +137,9 @@ class _Bucket:
             return None
         return tuple(d for group in self.use.holders for d in group or ())
 
-    def _sums(self, made: Mapping[str, ByGroup], totals: list[Value]) -> dict[Group, tuple[ValueId, ...]]:
+    def _sums(
+        self, made: Mapping[str, ByGroup], totals: list[Value]
+    ) -> dict[Group, tuple[ValueId, ...]]:
         """One sum per holder group."""
         return {
             group: self.builder.add(
@@ -214,7 +218,10 @@ class _Bucket:
         assert self.replication is not None
         groups = [inner for group in self.use.holders for inner in self._groups(group)]
         node = communication(
-            Refresh(tuple(self.names)), self.use.region, updated, groups, self.replication.gather_stream
+            Refresh(tuple(self.names)),
+            self.use.region,
+            updated,
+            groups,
+            self.replication.gather_stream,
         )
         self.builder.add(node, [])
-
