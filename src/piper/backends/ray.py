@@ -10,12 +10,12 @@ from typing import TypeAlias, cast
 
 import ray
 import torch
-from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import TCPStore
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import Store
 
 from piper.backends.base import Failure, WorkerBackend, failure_of, root_cause
 from piper.devices.cpu import CpuDevice
@@ -172,7 +172,9 @@ class RayBackend(WorkerBackend):
             )
 
     def _place(self, num_devices: int) -> PlacementGroup:
-        group = placement_group([{"CPU": self._cpus}] * num_devices, strategy="PACK")
+        group: PlacementGroup = placement_group(
+            [{"CPU": self._cpus}] * num_devices, strategy="PACK"
+        )
         self._group = group
         try:
             ray.get(group.ready(), timeout=_PLACEMENT)

@@ -10,15 +10,15 @@ from piper.capture.batch import Batch
 from piper.capture.bodies import ChunkCode, chunk_code, tensor_spec
 from piper.capture.constants import Constants
 from piper.capture.joint import (
-    SYMBOL,
     BatchInput,
     BufferInput,
     Joint,
     ParameterInput,
-    TensorState,
     is_random,
 )
 from piper.capture.regions import Layout
+from piper.capture.sizes import SYMBOL
+from piper.capture.states import TensorState
 from piper.ids import BodyId, NodeId, ValueId
 from piper.ir.body import Body, TensorSpec, body_id
 from piper.ir.dag import BatchLeaf, Buffer, Chunk, Dag, LossKind, Parameter, Role, Value
@@ -103,7 +103,9 @@ class _Assembly:
 
     def _members(self) -> list[list[Node]]:
         """The nodes of each chunk, in graph order."""
-        members: list[list[Node]] = [[] for _ in range(max(self._chunk_of.values(), default=-1) + 1)]
+        members: list[list[Node]] = [
+            [] for _ in range(max(self._chunk_of.values(), default=-1) + 1)
+        ]
         for node in self._joint.module.graph.nodes:
             if node in self._chunk_of:
                 members[self._chunk_of[node]].append(node)

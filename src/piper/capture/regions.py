@@ -147,7 +147,9 @@ def _several_consumers(
                 readers[source] |= mine
     for node in tables:
         source = tensor_inputs(node)[0]
-        if is_getitem(node) and source in regions:  # a multi-result call and its results stay together
+        if (
+            is_getitem(node) and source in regions
+        ):  # a multi-result call and its results stay together
             sunk.discard(node)
             regions[node] = regions[source]
     assert not (sunk & always)

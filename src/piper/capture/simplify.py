@@ -19,7 +19,7 @@ def simplify(graph: torch.fx.Graph) -> None:
         if node.op != "call_function" or is_size(node):
             continue
         if name(node).startswith(ASSERTIONS):
-            node.replace_all_uses_with(None)  # type: ignore[arg-type]
+            node.replace_all_uses_with(None)
             graph.erase_node(node)
         elif (same := _equal_to(node)) is not None:
             node.replace_all_uses_with(same)

@@ -88,7 +88,7 @@ class _Layout:
         """Write the trailer."""
         kind = self.kind
         _TRAILER.pack_into(
-            memoryview(frame.numpy()),
+            frame.numpy().data,
             self.trailer,
             _MAGIC,
             number,
@@ -104,7 +104,7 @@ class _Layout:
     def check(self, frame: torch.Tensor, number: int, where: str) -> None:
         """Raise :class:`CommunicationError` unless the frame is whole, in turn and of this kind."""
         magic, found_number, code, ndim, *sizes = _TRAILER.unpack_from(
-            memoryview(frame.numpy()), self.trailer
+            frame.numpy().data, self.trailer
         )
         if magic != _MAGIC:
             raise CommunicationError(

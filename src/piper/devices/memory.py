@@ -240,8 +240,8 @@ class InMemoryCommunicator:
         expected, found = _describe(target), _describe(source)
         if expected != found:
             error = (
-                f"message {box.matched} on communicator {self._name!r}: the receiver expected {expected}, the sender sent "
-                f"{found}; the two devices run different plans"
+                f"communicator {self._name!r}: expected message {box.matched}, {expected}, found {found}; the two devices "
+                f"run different plans"
             )
             sent.finish(error=error)
             posted.finish(error=error)

@@ -4,10 +4,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from piper.directives.base import Directive, directive
+from piper.directives.base import Directive, directive, matching_chunks
 from piper.directives.place import device_group
 from piper.errors import DirectiveError, PlacementError
-from piper.ids import NodeId, Stream
+from piper.ids import Stream
 from piper.ir.dag import Chunk, Dag, Replication
 from piper.ir.edit import Edit, add_replication
 from piper.ir.select import FilterValue, Selector
@@ -44,11 +44,10 @@ class Replicate(Directive, frozen=True):
         if self.bucket_size is not None and self.bucket_size <= 0:
             raise DirectiveError(f"bucket_size is in MiB and positive, found {self.bucket_size}")
         index = len(dag.replications)
-        changed: dict[NodeId, Chunk] = {}
-        for node in selector.find(self.filter):
-            chunk = dag.nodes[node]
-            if isinstance(chunk, Chunk) and not chunk.derived:
-                changed[node] = self._claim(dag, chunk, index)
+        changed = {
+            chunk.id: self._claim(dag, chunk, index)
+            for chunk in matching_chunks(dag, selector, self.filter)
+        }
         return add_replication(
             dag,
             Replication(

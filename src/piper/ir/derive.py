@@ -2,7 +2,8 @@
 
 * A *transfer* carries a value to each device group that reads it and does not make it.
 * A *sum* adds up a parameter's gradient contributions on each device group that makes some; an *all_reduce* adds the sums of
-  replicas and of the groups that hold a tied parameter; an *update* lets the optimizer use the result, once per copy.
+  replicas and of the groups that hold a tied parameter; an *update* lets the optimizer use the result, once per copy. A group
+  that reads the parameter but makes no contribution (a detached use) is sent the result, for its own copy's update.
 * The weights of a weighted loss are summed the same way and sent to every update.
 * Buffers that the forward writes are stored at the end, made equal on all replicas first.
 
@@ -193,9 +194,10 @@ def _transfer(
 
 @dataclass(frozen=True)
 class _Use:
-    """How one parameter is trained: who makes contributions, under which replication, for which region."""
+    """How one parameter is trained: who makes contributions, who else reads it, under which replication, for which region."""
 
     holders: tuple[Group, ...]
+    readers: tuple[DeviceGroup, ...]
     region: Tags
     replication: int | None
     counts: tuple[int, ...]
@@ -204,6 +206,7 @@ class _Use:
 
 def _synchronise(builder: _Builder) -> None:
     dag = builder.dag
+    readers = _parameter_readers(builder)
     buckets: dict[_Use, list[str]] = {}
     by_parameter: dict[str, dict[Group, list[ValueId]]] = {}
     for parameter, values in dag.contributions.items():
@@ -212,8 +215,12 @@ def _synchronise(builder: _Builder) -> None:
             by_group.setdefault(builder.makers[value].devices, []).append(value)
         if by_group:
             by_parameter[parameter] = by_group
-            buckets.setdefault(_use(builder, parameter, values, by_group), []).append(parameter)
-    weights = _weights(builder, by_parameter)
+            others = tuple(g for g in readers.get(parameter, ()) if g not in by_group)
+            use = _use(builder, parameter, values, by_group, others)
+            buckets.setdefault(use, []).append(parameter)
+    weights = _weights(
+        builder, dict.fromkeys(g for use in buckets for g in (*use.holders, *use.readers))
+    )
     for use, names in buckets.items():
         replication = None if use.replication is None else dag.replications[use.replication]
         limit = None if replication is None else replication.bucket_bytes
@@ -221,11 +228,25 @@ def _synchronise(builder: _Builder) -> None:
             _update(builder, use, replication, bucket, by_parameter, weights)
 
 
+def _parameter_readers(builder: _Builder) -> Mapping[str, Iterable[DeviceGroup]]:
+    """The device groups that read each parameter."""
+    readers: dict[str, dict[DeviceGroup, None]] = {}
+    for chunk in builder.nodes.values():
+        if not isinstance(chunk, Chunk) or chunk.derived or chunk.devices is None:
+            continue
+        for value in chunk.inputs:
+            info = builder.values[value]
+            if info.role is Role.PARAMETER:
+                readers.setdefault(info.name, {})[chunk.devices] = None
+    return readers
+
+
 def _use(
     builder: _Builder,
     parameter: str,
     values: Sequence[ValueId],
     by_group: Mapping[Group, list[ValueId]],
+    readers: tuple[DeviceGroup, ...],
 ) -> _Use:
     makers = [builder.makers[v] for v in values]
     claims = {m.replication for m in makers}
@@ -235,16 +256,21 @@ def _use(
             f"parameter {parameter!r} is used by nodes that different Replicate directives claim ({', '.join(labels[:4])}); "
             "one Replicate must claim all users of a shared parameter"
         )
-    _refuse_overlap(parameter, list(by_group))
-    splits = {s.name for s in builder.dag.splits}
-    region = tuple((k, i) for k, i in makers[0].tags if k not in splits)
+    _refuse_overlap(parameter, [*by_group, *readers])
     return _Use(
         holders=tuple(by_group),
-        region=region,
+        readers=readers,
+        region=_region(builder, makers[0]),
         replication=claims.pop(),
         counts=tuple(len(vs) for vs in by_group.values()),
         dtype=builder.values[values[0]].spec.dtype,
     )
+
+
+def _region(builder: _Builder, chunk: Chunk) -> Tags:
+    """The region path of *chunk*: its tags without the split dimensions."""
+    splits = {s.name for s in builder.dag.splits}
+    return tuple((name, index) for name, index in chunk.tags if name not in splits)
 
 
 def _refuse_overlap(parameter: str, groups: Sequence[Group]) -> None:
@@ -297,9 +323,16 @@ def _update(
         sums.extend(builder.add(_chunk(Sum(), use.region, inputs, group), totals))
     gradients = _reduce(builder, use, replication, sums, totals)
     devices = None if None in use.holders else tuple(d for g in use.holders for d in g or ())
-    scales = tuple(weights[group] for group in use.holders if group in weights)
-    work = Update(parameters=tuple(names), scaled=bool(scales))
-    builder.add(_chunk(work, use.region, (*gradients, *dict.fromkeys(scales)), devices), [])
+    scales = dict.fromkeys(weights[group] for group in use.holders if group in weights)
+    work = Update(parameters=tuple(names), scaled=bool(weights))
+    builder.add(_chunk(work, use.region, (*gradients, *scales), devices), [])
+    if use.holders[0] is None:
+        return
+    source = _chunk(work, use.region, (), use.holders[0])
+    for group in use.readers:
+        sent = [_transfer(builder, g, source, group, "update", P2P_STREAM) for g in gradients]
+        scale = (weights[group],) if weights else ()
+        builder.add(_chunk(work, use.region, (*sent, *scale), group), [])
 
 
 def _reduce(
@@ -325,34 +358,28 @@ def _reduce(
     return builder.add(comm, totals)
 
 
-def _weights(
-    builder: _Builder, contributions: Mapping[str, Mapping[Group, list[ValueId]]]
-) -> Mapping[Group, ValueId]:
-    """The summed loss weight on each device group that updates something."""
+def _weights(builder: _Builder, groups: Iterable[Group]) -> Mapping[Group, ValueId]:
+    """The summed loss weight on each of *groups*, which update something; empty for a loss without weights."""
     dag = builder.dag
-    if dag.loss_kind is LossKind.MEAN or not contributions:
+    if dag.loss_kind is LossKind.MEAN or not groups:
         return {}
     maker = builder.makers[dag.weights[0]]
-    homes = {builder.makers[w].devices for w in dag.weights}
+    homes: dict[Group, list[ValueId]] = {}
+    for weight in dag.weights:
+        homes.setdefault(builder.makers[weight].devices, []).append(weight)
     total = replace_struct(builder.values[dag.weights[0]], role=Role.TOTAL, name="weight")
-    splits = {s.name for s in dag.splits}
-    region = tuple((k, i) for k, i in maker.tags if k not in splits)
+    region = _region(builder, maker)
     sums = [
-        builder.add(
-            _chunk(
-                Sum(), region, [w for w in dag.weights if builder.makers[w].devices == home], home
-            ),
-            [total],
-        )[0]
-        for home in homes
+        builder.add(_chunk(Sum(), region, weights, home), [total])[0]
+        for home, weights in homes.items()
     ]
-    use = _Use(tuple(homes), region, None, (), total.spec.dtype)
+    use = _Use(tuple(homes), (), region, None, (), total.spec.dtype)
     (whole,) = _reduce(builder, use, None, sums, [total])
     found: dict[Group, ValueId] = dict.fromkeys(homes, whole)
-    for groups in contributions.values():
-        for group in groups:
-            if group not in found and group is not None and maker.devices is not None:
-                found[group] = _transfer(builder, whole, maker, group, "update", P2P_STREAM)
+    source = _chunk(Sum(), region, (), maker.devices)
+    for group in groups:
+        if group not in found and group is not None and maker.devices is not None:
+            found[group] = _transfer(builder, whole, source, group, "update", P2P_STREAM)
     return found
 
 
@@ -360,31 +387,39 @@ def _weights(
 
 
 def _store_buffers(builder: _Builder) -> None:
-    for name, value in builder.dag.buffer_updates.items():
-        maker = builder.makers[value]
-        _refuse_distant_readers(builder, name, maker)
-        final = value
-        if maker.devices is not None and len(maker.devices) > 1:
-            final = _agree(builder, name, value, maker)
-        builder.add(_chunk(StoreBuffer(name), maker.tags, (final,), maker.devices), [])
+    writers = {name: builder.makers[v] for name, v in builder.dag.buffer_updates.items()}
+    _refuse_distant_readers(builder, writers)
+    for name, maker in writers.items():
+        value = builder.dag.buffer_updates[name]
+        # An unclaimed group is the planner's error: a directive to come may claim it.
+        if maker.devices and len(maker.devices) > 1 and maker.replication is not None:
+            replication = builder.dag.replications[maker.replication]
+            value = _agree(builder, name, value, maker, replication)
+        tags = _region(builder, maker)
+        builder.add(_chunk(StoreBuffer(name), tags, (value,), maker.devices), [])
 
 
-def _refuse_distant_readers(builder: _Builder, name: str, maker: Chunk) -> None:
+def _refuse_distant_readers(builder: _Builder, writers: Mapping[str, Chunk]) -> None:
+    if not writers:
+        return
     for node in builder.nodes.values():
-        if not isinstance(node, Chunk) or node.derived or node.devices == maker.devices:
+        if not isinstance(node, Chunk) or node.derived or node.devices is None:
             continue
         for value in node.inputs:
             info = builder.values[value]
-            if info.role is Role.BUFFER and info.name == name:
+            maker = writers.get(info.name) if info.role is Role.BUFFER else None
+            if maker is not None and maker.devices not in (None, node.devices):
                 raise PlacementError(
-                    f"buffer {name!r} is written by {maker.label!r} on {list(maker.devices or ())} but read by {node.label!r} "
-                    f"on {list(node.devices or ())}; place both on the same devices"
+                    f"buffer {info.name!r} is written by {maker.label!r} on {list(maker.devices or ())} but read by "
+                    f"{node.label!r} on {list(node.devices)}; place both on the same devices"
                 )
 
 
-def _agree(builder: _Builder, name: str, value: ValueId, maker: Chunk) -> ValueId:
-    replication = None if maker.replication is None else builder.dag.replications[maker.replication]
-    if replication is None or replication.buffers is None:
+def _agree(
+    builder: _Builder, name: str, value: ValueId, maker: Chunk, replication: Replication
+) -> ValueId:
+    """The value of a buffer that all replicas keep."""
+    if replication.buffers is None:
         raise DirectiveError(
             f"the forward of {maker.label!r} writes buffer {name!r} on replicas {list(maker.devices or ())}, each from its own microbatches: "
             'single-process training has one sequence of them. Choose Replicate(..., replicated_buffers="first") or "mean", '
@@ -395,7 +430,7 @@ def _agree(builder: _Builder, name: str, value: ValueId, maker: Chunk) -> ValueI
     assert maker.devices is not None
     comm = Comm(
         id=NodeId(-1),
-        tags=maker.tags,
+        tags=_region(builder, maker),
         pass_=Pass.UPDATE,
         inputs=(value,),
         outputs=(),

@@ -20,12 +20,7 @@ import msgspec
 from piper.dtypes import DType
 from piper.errors import PlanError
 from piper.ids import BodyId, DeviceId, EventId, NodeId, Slot, Stream
-from piper.registry import Registry
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
-
+from piper.registry import Registry, snake_case
 
 CommunicatorId: TypeAlias = str
 """Name of a communicator: its purpose and members, for instance ``p2p:0>1``."""
@@ -35,7 +30,7 @@ class Tensor(Protocol):
     """A device's tensor; only devices, communicators and chunk functions look inside."""
 
 
-class Message(msgspec.Struct, frozen=True):
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape (bound sizes) and element type of what one message carries."""
 
     shape: tuple[int, ...]
@@ -48,7 +43,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Handle(Protocol):
-    """Something in flight."""
+    """Something in flight; it may be lost when its handle is given up before it is complete."""
 
     def wait(self) -> None:
         """Block until complete and its results are in place.
@@ -198,7 +193,9 @@ class Runtime(Protocol):
         """A communicator of which this device is a member."""
 
 
-class Work(msgspec.Struct, frozen=True, tag_field="kind", tag=_snake):
+class Work(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=snake_case
+):
     """What a node of the training DAG does. Subclasses are data; ``kind`` is the snake-case class name."""
 
     @property
@@ -263,7 +260,14 @@ class Rendezvous(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...]
 
 
-class Instruction(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag=_snake):
+class Instruction(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="op",
+    tag=snake_case,
+):
     """One instruction of a device plan.
 
     ``node`` is the DAG node that it came from (-1: none). ``stream`` is where it runs. ``record`` is the event that
@@ -317,13 +321,13 @@ N = TypeVar("N", bound=type[Instruction])
 
 def work(cls: W) -> W:
     """Class decorator: register a kind of work."""
-    WORKS.add(_snake(cls.__name__), cls)
+    WORKS.add(snake_case(cls.__name__), cls)
     return cls
 
 
 def instruction(cls: N) -> N:
     """Class decorator: register a kind of instruction."""
-    INSTRUCTIONS.add(_snake(cls.__name__), cls)
+    INSTRUCTIONS.add(snake_case(cls.__name__), cls)
     return cls
 
 

@@ -1,6 +1,6 @@
 """Cut the ordered DAG into one program per device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from piper.ids import COMPUTE, DeviceId, NodeId, Slot, ValueId
 from piper.ir.dag import STATE, Chunk, Comm, Dag, LossKind, Role
@@ -29,9 +29,7 @@ class Cutter:
     ) -> None:
         self.dag, self.order = dag, order
         self.messages = {
-            v.id: Message(tuple(int(str(d)) for d in spec.shape), spec.dtype)
-            for v in dag.values.values()
-            for spec in (v.spec.bound(bindings),)
+            v.id: Message(v.spec.sizes(bindings), v.spec.dtype) for v in dag.values.values()
         }
         self.sums_of: dict[ValueId, tuple[NodeId, int]] = {}
         for chunk in dag.chunks():
@@ -43,7 +41,7 @@ class Cutter:
         self.state_values = {(v.role, v.name): v.id for v in dag.values.values() if v.role in STATE}
         self.leaves = {leaf.name: leaf.index for leaf in dag.batch}
         self.communicators: dict[CommunicatorId, CommunicatorInfo] = {}
-        uses = self._uses(num_devices)
+        uses = _uses(dag, self.reports, num_devices)
         self.programs = [Program(DeviceId(d), uses[d]) for d in range(num_devices)]
         self.partial: list[dict[ValueId, Slot]] = [{} for _ in range(num_devices)]
         self.pending: dict[DeviceId, Chunk] = {}
@@ -62,21 +60,6 @@ class Cutter:
                     self._comm(comm)
         plans = tuple(program.finish() for program in self.programs)
         return plans, tuple(self.communicators[name] for name in sorted(self.communicators))
-
-    def _uses(self, num_devices: int) -> list[dict[ValueId, int]]:
-        """How often each value is read on each device."""
-        uses: list[dict[ValueId, int]] = [{} for _ in range(num_devices)]
-        for node in self.dag.nodes.values():
-            if isinstance(node, Chunk):
-                for device in node.participants:
-                    _count(uses[device], node.inputs)
-                    _count(uses[device], [v for v in node.outputs if v in self.reports])
-                continue
-            for group in node.groups:
-                for position, device in enumerate(group):
-                    if node.work.consumes(position):
-                        _count(uses[device], node.inputs)
-        return uses
 
     # --- chunks -----------------------------------------------------------------------------------
 
@@ -201,22 +184,7 @@ class Cutter:
         if share > 1:
             return
         for value, contribution in zip(chunk.outputs, chunk.inputs, strict=True):
-            readers = self._uses_of(value, device)
-            program.alias(value, program.slot(contribution), readers - 1)
-
-    def _uses_of(self, value: ValueId, device: DeviceId) -> int:
-        count = 0
-        for node in self.dag.consumers.get(value, ()):
-            reader = self.dag.nodes[node]
-            if isinstance(reader, Chunk):
-                count += device in reader.participants
-            else:
-                count += any(
-                    device == d and reader.work.consumes(p)
-                    for group in reader.groups
-                    for p, d in enumerate(group)
-                )
-        return count
+            program.alias(value, program.slot(contribution))
 
     def _update(self, chunk: Chunk, work: Update, program: Program) -> None:
         slots = tuple(program.slot(v) for v in chunk.inputs if program.has(v))
@@ -300,6 +268,22 @@ class Cutter:
             outputs=outputs,
             messages=tuple(self.messages[v] for v in comm.outputs),
         )
+
+
+def _uses(dag: Dag, reports: Container[ValueId], num_devices: int) -> list[dict[ValueId, int]]:
+    """How often each value is read on each device."""
+    uses: list[dict[ValueId, int]] = [{} for _ in range(num_devices)]
+    for node in dag.nodes.values():
+        if isinstance(node, Chunk):
+            for device in node.participants:
+                _count(uses[device], node.inputs)
+                _count(uses[device], [v for v in node.outputs if v in reports])
+            continue
+        for group in node.groups:
+            for position, device in enumerate(group):
+                if node.work.consumes(position):
+                    _count(uses[device], node.inputs)
+    return uses
 
 
 def _count(uses: dict[ValueId, int], values: Sequence[ValueId]) -> None:

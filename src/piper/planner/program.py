@@ -47,14 +47,10 @@ class Program:
         self._slot_of[value.id] = slot
         return slot
 
-    def alias(self, value: ValueId, slot: Slot, extra_uses: int) -> None:
-        """Let *value* be another name of *slot*; its reads, *extra_uses* of them, count for the slot's own value."""
+    def alias(self, value: ValueId, slot: Slot) -> None:
+        """Let *value* be another name of *slot*: its reads take the place of one read of the slot's own value."""
         self._slot_of[value] = slot
-        self._uses[self._slots[slot].value] += extra_uses
-
-    def message(self, slot: Slot) -> Message:
-        """Shape and type of a slot."""
-        return self._slots[slot].message
+        self._uses[self._slots[slot].value] += self._uses[value] - 1
 
     def emit(self, instruction: Instruction, *, consume: Iterable[Slot] = ()) -> None:
         """Append *instruction*, after waits for what it reads and overwrites; free the slots of *consume* (a slot

@@ -1,5 +1,6 @@
 """Bodies as code: one Python function of straight-line operator calls per (body, sizes, device)."""
 
+import linecache
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -40,6 +41,8 @@ def _compiled(
     writer = _Writer(body, dict(bindings), device)
     source = writer.source()
     name = f"<piper body {ir.body_id(body)[:12]}>"
+    # So that a traceback shows the failing line.
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     code: CodeType = compile(source, name, "exec")
     namespace = dict(writer.constants)
     exec(code, namespace)  # noqa: S102 (our own text: operator names resolved, literals by repr)
