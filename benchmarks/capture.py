@@ -9,13 +9,14 @@ import importlib.util
 import time
 
 import torch
-
 from benchmarks.support import machine
+
 from piper.capture.annotate import annotate_module
 from piper.capture.batch import Batch, flatten_batch
 from piper.capture.joint import LossFn, capture_joint
 from piper.capture.partition import partition
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
+from piper.pausing import collector_paused
 
 LAYERS = 24
 
@@ -28,12 +29,13 @@ def measure(
     first = 0.0
     for attempt in range(tries):
         batch: Batch = flatten_batch(model.forward, example, None)
-        began = time.process_time()
-        joint = capture_joint(model, loss_fn, batch, batch_size=None, grad=True)
-        traced = time.process_time()
-        nodes = len(joint.module.graph.nodes)
-        dag = partition(joint, batch).dag
-        done = time.process_time()
+        with collector_paused():  # as in piper.capture
+            began = time.process_time()
+            joint = capture_joint(model, loss_fn, batch, batch_size=None, grad=True)
+            traced = time.process_time()
+            nodes = len(joint.module.graph.nodes)
+            dag = partition(joint, batch).dag
+            done = time.process_time()
         taken = traced - began, done - traced
         if attempt == 0:
             first = sum(taken)

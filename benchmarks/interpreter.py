@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
-
 from benchmarks.support import compared, machine
+
 from piper import apply, plan, schedules, strategies
 from piper.api.programs import model_tensors
-from piper.capture import capture
+from piper.capture import annotate, capture
 from piper.devices.cpu import CpuDevice
 from piper.devices.memory import Hub
 from piper.directives.split import Split
-from piper.ids import DeviceId
 from piper.models.transformer import Block, TransformerConfig
 from piper.ops.base import Instruction
 from piper.ops.wait import Wait
@@ -41,10 +40,8 @@ class Chain(torch.nn.Module):
         self.weights = torch.nn.ParameterList(torch.eye(8) for _ in range(num_stages))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import piper  # noqa: PLC0415
-
         for stage, weight in enumerate(self.weights):
-            with piper.annotate("PP", stage):
+            with annotate("PP", stage):
                 x = x @ weight
         return x
 
@@ -140,7 +137,9 @@ def instruction_costs() -> None:
     _print_kinds("one device", quickest(program, STEPS))
     whole = min(_timed(program.run) for _ in range(STEPS))
     count = len(program._steps)  # noqa: SLF001
-    print(f"interpreter one device   whole step {whole * 1e6 / count:6.2f} µs per instruction ({count})")
+    print(
+        f"interpreter one device   whole step {whole * 1e6 / count:6.2f} µs per instruction ({count})"
+    )
     _print_bare(batch[0][:2])
 
     pair = plan(apply(dag, strategies.pipeline("1f1b", [[0], [1]], MICROBATCHES)))
@@ -165,7 +164,9 @@ def _print_kinds(where: str, measured: list[tuple[Instruction, float]]) -> None:
         note = " (its torch operations included)" if kind not in _PURE else ""
         print(f"interpreter {where:12} {kind:15} {mean:6.2f} µs, {len(values)} per step{note}")
     ours = [m for i, m in measured if i.op in _PURE or isinstance(i, Wait)]
-    print(f"interpreter {where:12} {'all but those':15} {sum(ours) / len(ours):6.2f} µs (goal: at most 10)")
+    print(
+        f"interpreter {where:12} {'all but those':15} {sum(ours) / len(ours):6.2f} µs (goal: at most 10)"
+    )
 
 
 _PURE = frozenset({"free", "wait", "post_receive", "send"})
@@ -202,7 +203,7 @@ def layer_against_eager(width: int, rows: int, length: int, rounds: int) -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def eager() -> None:
-        mean_product(model(batch[0]), batch[1]).backward()
+        mean_product(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

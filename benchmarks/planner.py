@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from benchmarks.support import machine
+from tests.support.synthetic import chain
+
 from piper import apply, plan, schedules, verify
 from piper.directives.base import Directive
 from piper.directives.place import Place
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
 from piper.ir.dag import Dag
-from tests.support.synthetic import chain
 
 STAGES = 16
 T = TypeVar("T")

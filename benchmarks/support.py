@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -19,7 +20,7 @@ def machine() -> str:
 
 def _processor() -> str:
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             found = next((line for line in lines if line.startswith("model name")), "")
     except OSError:
         return platform.machine()
@@ -29,7 +30,7 @@ def _processor() -> str:
 def busy_seconds() -> float:
     """Processor seconds that the whole machine has spent since it started (Linux; 0.0 elsewhere)."""
     try:
-        with open("/proc/stat", encoding="utf-8") as lines:
+        with Path("/proc/stat").open(encoding="utf-8") as lines:
             fields = [int(f) for f in lines.readline().split()[1:]]
     except OSError:
         return 0.0

@@ -10,26 +10,28 @@ means that Piper is faster.
 """
 
 import argparse
-import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
+import msgspec
 import torch
 import torch.distributed as dist
+from benchmarks.support import busy_seconds, compared, machine, spread
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.support import busy_seconds, compared, machine, spread
 from piper import strategies
 from piper.api.programs import Programs, model_tensors
 from piper.backends.base import WorkerBackend
@@ -49,14 +51,28 @@ ROWS = 2
 WARM_UP = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What the processes are told. ``host`` and ``port`` are where they meet; ``hosts[r]`` is rank r's own address."""
+Pair: TypeAlias = tuple[str, str]
+"""One for each rank."""
 
-    host: str
+
+class Link(msgspec.Struct, frozen=True):
+    """How the two processes reach each other: what to put before their commands, addresses, interfaces."""
+
+    name: str
+    goal: float
+    prefixes: tuple[tuple[str, ...], tuple[str, ...]]
+    addresses: Pair
+    interfaces: Pair
+
+
+LOOPBACK = Link("loopback", 1.0, ((), ()), ("127.0.0.1", "127.0.0.1"), ("lo", "lo"))
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What the processes are told. They meet on ``port`` of the first one."""
+
+    link: Link
     port: int
-    hosts: tuple[str, str]
-    interfaces: tuple[str, str]
     rounds: int
     steps: int
     seq_len: int
@@ -64,6 +80,15 @@ class Setup:
     layers: int
     heads: int
     profile: str = ""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What they measured: seconds per step of each variant in each round, processor seconds likewise by rank, and the
+    cores that others kept busy meanwhile."""
+
+    seconds: dict[str, list[float]]
+    cpu: list[dict[str, list[float]]]
+    foreign: float
 
 
 class Stage(torch.nn.Module):
@@ -118,10 +143,10 @@ Run = Callable[[int, int], list[float]]
 class OneOfTwo(WorkerBackend):
     """The backend of a program that is itself one of the workers: what the driver asks of all, each process asks of its own."""
 
-    def __init__(self, rank: int, setup: Setup, store: dist.Store) -> None:
+    def __init__(self, rank: int, setup: Setup, store: Store) -> None:
         super().__init__()
         self._worker = Worker(rank, NUM_STAGES, CpuDevice, self._communicator)
-        self._rank, self._store, self._own_host = rank, store, setup.hosts[rank]
+        self._rank, self._store, self._own_host = rank, store, setup.link.addresses[rank]
 
     def _communicator(
         self, name: CommunicatorId, members: tuple[DeviceId, ...]
@@ -141,7 +166,7 @@ class OneOfTwo(WorkerBackend):
         """Ends with the process."""
 
 
-def piper_run(rank: int, setup: Setup, store: dist.Store) -> Run:
+def piper_run(rank: int, setup: Setup, store: Store) -> Run:
     model = build_model(setup)
     strategy = strategies.pipeline("1f1b", [[0], [1]], MICROBATCHES)
     program = Programs(model, transformer_loss, strategy).training(batch_of(0, setup))
@@ -164,7 +189,8 @@ def torch_run(rank: int, setup: Setup) -> Run:
     stage = Stage(build_model(setup), rank)
     pipeline_stage = PipelineStage(stage, rank, NUM_STAGES, torch.device("cpu"))
     schedule = Schedule1F1B(pipeline_stage, MICROBATCHES, loss_fn=transformer_loss)
-    optimizer = build_optimizer(list(stage.parameters()))
+    parameters: list[torch.Tensor] = list(stage.parameters())
+    optimizer = build_optimizer(parameters)
 
     def run(first: int, count: int) -> list[float]:
         found: list[float] = []
@@ -187,9 +213,9 @@ def work(rank: int, setup: Setup) -> None:
     """One process. Rank 0 prints the rounds as JSON."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = setup.interfaces[rank]
+    os.environ["GLOO_SOCKET_IFNAME"] = setup.link.interfaces[rank]
     limit = timedelta(seconds=300)
-    store = dist.TCPStore(setup.host, setup.port, is_master=rank == 0, timeout=limit)
+    store = TCPStore(setup.link.addresses[0], setup.port, is_master=rank == 0, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_STAGES, timeout=limit)
     variants = {"torch": torch_run(rank, setup), "piper": piper_run(rank, setup, store)}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -217,10 +243,10 @@ def work(rank: int, setup: Setup) -> None:
     foreign = (busy_seconds() - busy - mine.item()) / elapsed
     profiler.report()
     torch.testing.assert_close(losses["piper"], losses["torch"], rtol=1e-3, atol=0.0)
-    everyone: list[object] = [None] * NUM_STAGES
+    everyone: list[dict[str, list[float]]] = [{} for _ in range(NUM_STAGES)]
     dist.all_gather_object(everyone, cpu)
     if rank == 0:
-        print(json.dumps({"seconds": seconds, "cpu": everyone, "foreign": foreign}), flush=True)
+        print(msgspec.json.encode(Found(seconds, everyone, foreign)).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -255,8 +281,8 @@ class _Profiler:
 
 
 @contextmanager
-def limited_link(rate: str) -> Iterator[tuple[tuple[str, str], tuple[str, str], tuple[str, str]]]:
-    """Two network namespaces joined by a link of *rate* each way: their names, addresses and interfaces.
+def limited(rate: str) -> Iterator[Link]:
+    """Two network namespaces joined by a link of *rate* (tc's notation) each way.
 
     Token buckets (``tc tbf``) on both ends: communication then takes wall time and almost no processor time. The burst exceeds one
     segment that the kernel hands over whole (64 KiB). Torn down on the way out, also after an error.
@@ -272,40 +298,44 @@ def limited_link(rate: str) -> Iterator[tuple[tuple[str, str], tuple[str, str], 
     made: list[str] = []
     try:
         for space in spaces:
-            _sudo("ip", "netns", "add", space)
+            _command("ip", "netns", "add", space)
             made.append(space)
         peer = ("type", "veth", "peer", "name", interfaces[1], "netns", spaces[1])
-        _sudo("ip", "link", "add", interfaces[0], "netns", spaces[0], *peer)
+        _command("ip", "link", "add", interfaces[0], "netns", spaces[0], *peer)
         for space, interface, address in zip(spaces, interfaces, addresses, strict=True):
-            _sudo("ip", "-n", space, "addr", "add", f"{address}/24", "dev", interface)
-            _sudo("ip", "-n", space, "link", "set", interface, "up")
-            _sudo("ip", "-n", space, "link", "set", "lo", "up")
+            _command("ip", "-n", space, "addr", "add", f"{address}/24", "dev", interface)
+            _command("ip", "-n", space, "link", "set", interface, "up")
+            _command("ip", "-n", space, "link", "set", "lo", "up")
             bucket = ("tbf", "rate", rate, "burst", "96kb", "latency", "20ms")
-            _sudo("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket)
-        yield spaces, addresses, interfaces
+            _command("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket)
+        enter = ("ip", "netns", "exec")
+        prefixes = (*enter, spaces[0]), (*enter, spaces[1])
+        yield Link(rate, 1.15, prefixes, addresses, interfaces)
     finally:
         for space in made:
             subprocess.run(["ip", "netns", "del", space], check=False)
 
 
-def _sudo(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _command(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise PermissionError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+        raise PermissionError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
 
 
-def measure(setup: Setup, prefixes: tuple[Sequence[str], Sequence[str]]) -> dict[str, object]:
-    """Run both processes, each behind its command prefix, and wait for them."""
+def measure(setup: Setup) -> Found:
+    """Run both processes and wait for them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = (sys.executable, "-m", "benchmarks.throughput")
+    told = msgspec.json.encode(setup).decode()
     processes = [
         subprocess.Popen(
-            [*prefix, sys.executable, "-m", "benchmarks.throughput", "--rank", str(rank), json.dumps(asdict(setup))],
+            [*prefix, *command, "--rank", str(rank), told],
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
             cwd=CONFIG.parent.parent,
         )
-        for rank, prefix in enumerate(prefixes)
+        for rank, prefix in enumerate(setup.link.prefixes)
     ]
     try:
         outputs = [process.communicate(timeout=600)[0] for process in processes]
@@ -314,31 +344,30 @@ def measure(setup: Setup, prefixes: tuple[Sequence[str], Sequence[str]]) -> dict
             process.kill()
     if any(process.returncode for process in processes):
         raise RuntimeError("a benchmark process failed; see above")
-    found: dict[str, object] = json.loads(outputs[0].splitlines()[-1])
-    return found
+    return msgspec.json.decode(outputs[0].splitlines()[-1], type=Found)
 
 
-def report(link: str, found: dict[str, object], goal: float, tokens: int) -> None:
-    """Three lines: both variants' step time, and the comparison."""
-    seconds = found["seconds"]
-    cpu = found["cpu"]
-    for name, taken in seconds.items():
-        used = " ".join(f"{min(of[name]) * 1e3:.1f}" for of in cpu)
+def report(setup: Setup, found: Found) -> None:
+    """A line per variant, and the comparison."""
+    link, tokens = setup.link, MICROBATCHES * ROWS * setup.seq_len
+    for name, taken in found.seconds.items():
+        used = " ".join(f"{min(of[name]) * 1e3:.1f}" for of in found.cpu)
         print(
-            f"throughput {link:9} {name:6} {spread(taken)} ms per step, {tokens / min(taken):7.0f} tokens/s, "
-            f"processor ms per step by rank {used}"
+            f"throughput {link.name:9} {name:6} {spread(taken)} ms per step, "
+            f"{tokens / min(taken):7.0f} tokens/s, processor ms per step by rank {used}"
         )
-    minima, middle = compared(seconds["piper"], seconds["torch"])
+    minima, middle = compared(found.seconds["piper"], found.seconds["torch"])
     print(
-        f"throughput {link:9} piper / torch: ratio of minima {minima:.3f}, median of in-round ratios {middle:.3f} (goal {goal}; "
-        f"{len(seconds['piper'])} rounds; foreign load {found['foreign']:.2f} cores)",
+        f"throughput {link.name:9} piper / torch: ratio of minima {minima:.3f}, "
+        f"median of in-round ratios {middle:.3f} (goal {link.goal}; "
+        f"{setup.rounds} rounds; foreign load {found.foreign:.2f} cores)",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=12, help="counted rounds, after two of warm-up")
+    parser = argparse.ArgumentParser(description="Piper's 1F1B against torch's.")
+    parser.add_argument("--rounds", type=int, default=12, help="after two of warm-up")
     parser.add_argument("--steps", type=int, default=4, help="training steps per round")
     parser.add_argument("--links", default="loopback,100mbit", help="loopback, or a rate of tc")
     parser.add_argument("--profile", default="", help="profile one variant: piper or torch")
@@ -346,47 +375,34 @@ def main() -> None:
     parser.add_argument("setup", nargs="?", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank >= 0:
-        given = json.loads(options.setup)
-        pairs = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-        work(options.rank, Setup(**pairs))
+        work(options.rank, msgspec.json.decode(options.setup, type=Setup))
         return
+    # Unwind on termination too: no namespace and no process is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(machine())
-    for link in options.links.split(","):
-        if link == "loopback":
-            _run(link, options, ((), ()), ("127.0.0.1", "127.0.0.1"), ("lo", "lo"), 1.0)
-            continue
+    for name in options.links.split(","):
         try:
-            with limited_link(link) as (spaces, addresses, interfaces):
-                prefixes = tuple(("ip", "netns", "exec", space) for space in spaces)
-                _run(link, options, prefixes, addresses, interfaces, 1.15)
+            with nullcontext(LOOPBACK) if name == "loopback" else limited(name) as link:
+                setup = make_setup(link, options.rounds, options.steps, options.profile)
+                report(setup, measure(setup))
         except PermissionError as error:
-            print(f"throughput {link}: skipped: {error}")
+            print(f"throughput {name}: skipped: {error}")
 
 
-def _run(
-    link: str,
-    options: argparse.Namespace,
-    prefixes: tuple[Sequence[str], Sequence[str]],
-    addresses: tuple[str, str],
-    interfaces: tuple[str, str],
-    goal: float,
-) -> None:
-    model = tomllib.loads(CONFIG.read_text())
-    setup = Setup(
-        host=addresses[0],
+def make_setup(link: Link, rounds: int, steps: int, profile: str) -> Setup:
+    """The model and sequence length of the example."""
+    config = tomllib.loads(CONFIG.read_text())
+    return Setup(
+        link=link,
         port=_free_port(),
-        hosts=addresses,
-        interfaces=interfaces,
-        rounds=options.rounds,
-        steps=options.steps,
-        seq_len=model["train"]["seq_len"],
-        width=model["model"]["width"],
-        layers=model["model"]["num_layers"],
-        heads=model["model"]["num_heads"],
-        profile=options.profile,
+        rounds=rounds,
+        steps=steps,
+        seq_len=config["train"]["seq_len"],
+        width=config["model"]["width"],
+        layers=config["model"]["num_layers"],
+        heads=config["model"]["num_heads"],
+        profile=profile,
     )
-    found = measure(setup, prefixes)
-    report(link, found, goal, MICROBATCHES * ROWS * setup.seq_len)
 
 
 def _free_port() -> int:

@@ -9,6 +9,7 @@ from msgspec.structs import replace as replace_struct
 from piper.dtypes import DType
 from piper.ids import COMPUTE, BodyId, DeviceId, EventId, NodeId, Slot, Stream, ValueId
 from piper.ir.body import Body, Call, Ref, TensorSpec, body_id
+from piper.ir.body import Sequence as Items
 from piper.ir.dag import (
     BatchLeaf,
     Chunk,
@@ -22,7 +23,6 @@ from piper.ir.dag import (
     SplitDim,
     Value,
 )
-from piper.ir.body import Sequence as Items
 from piper.ir.symbols import Expr
 from piper.ops.accumulate import Accumulate, Sum
 from piper.ops.all_reduce import AllReduce, AllReduceBucket
@@ -109,7 +109,9 @@ class Builder:
     def __getitem__(self, name: str) -> Slot:
         return Slot(list(self.slots).index(name))
 
-    def add(self, cls: type[Instruction], node: int, stream: str = COMPUTE, **fields: object) -> None:
+    def add(
+        self, cls: type[Instruction], node: int, stream: str = COMPUTE, **fields: object
+    ) -> None:
         self.instructions.append(cls(node=NodeId(node), stream=Stream(stream), **fields))
 
     def load(self, name: str, leaf: int, microbatch: int) -> None:
@@ -166,7 +168,9 @@ def _nodes() -> dict[NodeId, Node]:
     return nodes
 
 
-def _plan(devices: Sequence[DevicePlan], communicators: dict[str, tuple[int, ...]], replicas: int) -> Plan:
+def _plan(
+    devices: Sequence[DevicePlan], communicators: dict[str, tuple[int, ...]], replicas: int
+) -> Plan:
     dag = Dag(
         nodes=_nodes(),
         values={ValueId(0): Value(ValueId(0), WEIGHT, Role.PARAMETER, "w0")},
@@ -342,8 +346,7 @@ BAD_BODY = replace_struct(
 def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        n: torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator)
-        for n in ("w0", "w1")
+        n: torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) for n in ("w0", "w1")
     }
 
 

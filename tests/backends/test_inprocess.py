@@ -5,12 +5,12 @@ import time
 
 import pytest
 import torch
+from tests.backends import plans
 
 from piper.backends.inprocess import InProcessBackend
 from piper.errors import BatchError, CommunicationError, ConfigError, RunError, StateError
 from piper.runtime.batch import Signature, signature
 from piper.runtime.state import OptimizerSnapshot, OptimizerSpec, StateSnapshot
-from tests.backends import plans
 
 PIPELINE_ROWS = plans.ROWS * plans.MICROBATCHES
 
@@ -111,7 +111,7 @@ def test_a_constant_that_changes_stops_the_run_too():
     plan = plans.pipeline()
     backend = InProcessBackend(timeout=20.0)
     backend.start(2)
-    found = signature((data(0)))
+    found = signature(data(0))
     # the hand-made plan has no leaf named targets.t: only the signature matters here
     backend.load("train", plan, found)
     backend.initialise("train", plans.weights(), OptimizerSpec(momentum))
@@ -148,7 +148,9 @@ def test_data_that_raises_is_named():
 
     with (
         started(plans.pipeline(), PIPELINE_ROWS) as backend,
-        pytest.raises(RunError, match="the batch of step 5 could not be loaded: LookupError: no more"),
+        pytest.raises(
+            RunError, match="the batch of step 5 could not be loaded: LookupError: no more"
+        ),
     ):
         backend.run("train", data, first_step=5, num_steps=1)
 
@@ -203,7 +205,10 @@ def test_a_snapshot_is_a_copy():
     [
         (lambda p: p.pop("w0"), "missing parameter 'w0'"),
         (lambda p: p.update(w2=p["w1"]), r"unexpected parameter 'w2' \(did you mean 'w"),
-        (lambda p: p.update(w0=torch.zeros(2)), r"'w0': expected float64\[4, 4\], found float32\[2\]"),
+        (
+            lambda p: p.update(w0=torch.zeros(2)),
+            r"'w0': expected float64\[4, 4\], found float32\[2\]",
+        ),
     ],
 )
 def test_a_snapshot_that_does_not_fit_changes_nothing(change, message):

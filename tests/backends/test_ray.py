@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.backends import plans
+from tests.backends.test_inprocess import PIPELINE_ROWS, adam, changing, losses, momentum
+from tests.backends.test_inprocess import started as started_inprocess
 
 from piper.backends import make_backend
 from piper.errors import CommunicationError, ConfigError, RunError
 from piper.runtime.batch import signature
 from piper.runtime.state import OptimizerSpec
-from tests.backends import plans
-from tests.backends.test_inprocess import PIPELINE_ROWS, adam, changing, losses, momentum
-from tests.backends.test_inprocess import started as started_inprocess
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 

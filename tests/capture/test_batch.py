@@ -1,6 +1,6 @@
 """Flattening of the example batch."""
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,7 +8,10 @@ import torch
 from piper.capture.batch import flatten_batch
 from piper.errors import CaptureError
 
-Pair = namedtuple("Pair", "left right")
+
+class Pair(NamedTuple):
+    left: object
+    right: object
 
 
 def forward(x: object, mask: object = None, *rest: object, flag: bool = False) -> None:
@@ -65,7 +68,7 @@ def test_batch_dims_of_targets() -> None:
 
 
 def test_batch_dims_errors() -> None:
-    with pytest.raises(CaptureError, match="'mask_'.*did you mean 'mask'"):
+    with pytest.raises(CaptureError, match=r"'mask_'.*did you mean 'mask'"):
         flatten_batch(forward, ((ones(), ones()), ones()), {"mask_": None})
     with pytest.raises(CaptureError, match="dimension 0"):
         flatten_batch(forward, (ones(), ones()), {"x": 1})
@@ -74,7 +77,7 @@ def test_batch_dims_errors() -> None:
 def test_sizes_that_disagree() -> None:
     with pytest.raises(CaptureError, match="'inputs' has 4, 'targets' has 5"):
         flatten_batch(forward, (ones(4), ones(5)))
-    with pytest.raises(CaptureError, match="no dimensions.*batch_dims"):
+    with pytest.raises(CaptureError, match=r"no dimensions.*batch_dims"):
         flatten_batch(forward, (ones(4), torch.ones(())))
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (torch's own convention)
+from tests.capture.reference import Batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -12,7 +13,6 @@ from piper.capture import annotate, capture
 from piper.capture.joint import check_torch_version
 from piper.errors import AnnotationError, CaptureError
 from piper.ir.symbols import evaluate
-from tests.capture.reference import Batch
 
 WIDTH = 6
 
@@ -61,6 +61,13 @@ def test_data_dependent_code() -> None:
     refused(Model(selects), "h[h > 0]", "shape depends on the data", "masks")
 
 
+def test_higher_order_operators() -> None:
+    def condition(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        return torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))
+
+    refused(Model(condition), "cond")
+
+
 def test_error_of_the_model_names_its_line() -> None:
     refused(Model(lambda _m, h: h @ h), "test_refusals.py", "h @ h", "capturing the model failed")
 
@@ -92,7 +99,7 @@ def test_hooks_that_would_vanish() -> None:
     seen: list[torch.Tensor] = []
 
     def then(model: nn.Module, h: torch.Tensor) -> torch.Tensor:
-        h.register_hook(lambda g: seen.append(g))
+        h.register_hook(seen.append)
         return model.second(h)
 
     refused(Model(then), "tensor hook", "returns nothing")

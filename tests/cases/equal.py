@@ -4,12 +4,12 @@ import copy
 from collections.abc import Sequence
 
 import torch
+from tests.equality import eager, planned
 from torch import nn
 
 from piper.api.programs import Programs
 from piper.directives.base import Directive
 from piper.plan.model import Plan
-from tests.equality import eager, planned
 
 TOLERANCE = 1e-10
 

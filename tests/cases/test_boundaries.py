@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.cases.equal import adamw, assert_equal, mse, randint, randn
 from torch import nn
 from torch.nn import functional
 
 import piper
-from tests.cases.equal import adamw, assert_equal, mse, randint, randn
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -148,7 +148,7 @@ def test_views_that_are_not_contiguous(view):
 
 @pytest.mark.parametrize("where", ["input", "boundary", "batch"])
 def test_a_stage_that_begins_with_an_in_place_operation(where):
-    """relu_() on what the stage before it saved, on a view of it, or on the batch itself. Five steps."""
+    """On what the stage before it made, on a view of that, or on a batch tensor's copy. Five steps."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -163,8 +163,8 @@ def test_a_stage_that_begins_with_an_in_place_operation(where):
                 h = self.a(x)
                 h = h.view(-1, 2, 2) if where == "boundary" else h
             with piper.annotate("PP", 1):
-                h.relu_()
                 h.mul_(2.0)
+                h.relu_()
                 return self.b(h.flatten(1))
 
     assert_equal(

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from tests.cases.equal import adamw, assert_equal, randint, randn, sgd
 from torch import nn
 from torch.nn import functional
 
 import piper
 from piper.errors import PiperError
 from piper.models import MLP, MLPConfig, Transformer, TransformerConfig, mlp_loss
-from tests.cases.equal import adamw, assert_equal, randint, randn, sgd
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
+from tests.cases.equal import assert_equal, mse, randn
 from torch import nn
 
 import piper
 from piper.errors import FilterError, OrderError, PiperError, PlacementError
 from piper.models import MLP, MLPConfig, mlp_loss
-from tests.cases.equal import assert_equal, mse, randn
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -63,7 +63,7 @@ def test_members_of_a_group_may_overlap():
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs"])
-@pytest.mark.parametrize("delay_seed", [0, 1, 2])
+@pytest.mark.parametrize("delay_seed", [0, 1])
 def test_previous_and_next_neighbour_are_the_same_device(schedule, delay_seed):
     """Two devices with two stages each; messages of 1 MB and more, each late by a random time, receive buffers poisoned.
 
@@ -89,31 +89,23 @@ def test_previous_and_next_neighbour_are_the_same_device(schedule, delay_seed):
     )
 
 
-def test_random_legal_orders_with_random_delays():
-    """Any order in which each device's microbatches come back as they may: random linear extensions."""
-    for seed in range(4):
-        choose = random.Random(seed)
-        orders = []
-        for stage in range(2):
-            forwards = [f"{stage}F{m}" for m in range(4)]
-            turn = ["F"] * 4 + ["B"] * 4
-            choose.shuffle(turn)
-            ready = 0
-            text: list[str] = []
-            for kind in turn:  # a backward before its forward waits for the next place
-                if kind == "F" or ready == 0:
-                    text.append(forwards.pop(0)) if forwards else None
-                    ready += 1
-                else:
-                    ready -= 1
-            done = [t.replace("F", "B") for t in text]
-            orders.append(order(" ".join([*text, *done] if stage == 0 else _alternating(text))))
-        strategy = [*placed(0, 1), piper.Split({}, num_microbatches=4), *orders]
-        assert_equal(mlp(2), mlp_loss, strategy, batch(), delay=0.003, delay_seed=seed, poison=True)
-
-
-def _alternating(forwards: list[str]) -> list[str]:
-    return [t for f in forwards for t in (f, f.replace("F", "B"))]
+@pytest.mark.parametrize("seed", range(4))
+def test_shuffled_orders_with_random_delays(seed):
+    """Every device takes microbatches in an order that is its own; the last stage alternates."""
+    choose = random.Random(seed)
+    forwards, backwards = list(range(4)), list(range(4))
+    choose.shuffle(forwards)
+    choose.shuffle(backwards)
+    first = [f"0F{m}" for m in forwards] + [f"0B{m}" for m in backwards]
+    choose.shuffle(forwards)
+    last = [f"1{p}{m}" for m in forwards for p in "FB"]
+    strategy = [
+        *placed(0, 1),
+        piper.Split({}, num_microbatches=4),
+        order(" ".join(first)),
+        order(" ".join(last)),
+    ]
+    assert_equal(mlp(2), mlp_loss, strategy, batch(), delay=0.003, delay_seed=seed, poison=True)
 
 
 CYCLES = {

@@ -63,7 +63,7 @@ def test_a_message_out_of_turn(pair):
     sender, receiver = pair
     _, handle = receiver.receive(Message((8,), "float32"), 0)
     send_raw(sender, frame_of(sender, torch.arange(8.0), 7))
-    with pytest.raises(CommunicationError, match="expected message 1, .* found message 7"):
+    with pytest.raises(CommunicationError, match=r"expected message 1, .* found message 7"):
         handle.wait()
 
 

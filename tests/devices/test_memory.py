@@ -65,7 +65,7 @@ def test_members_that_disagree_about_a_collective_all_learn_of_it():
             handle.wait()
     handles = [first.all_reduce(torch.ones(4)), second.broadcast(torch.ones(4), 0)]
     for handle in handles:
-        with pytest.raises(CommunicationError, match="member 0: .*all_reduce.*broadcast"):
+        with pytest.raises(CommunicationError, match=r"member 0: .*all_reduce.*broadcast"):
             handle.wait()
 
 

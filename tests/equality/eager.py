@@ -6,7 +6,9 @@ optimizer over all parameters.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -58,15 +60,17 @@ def one_step(
     batch: Batch,
     num_microbatches: int,
     optimizer: torch.optim.Optimizer,
+    around: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> Step:
-    """One training step of *model*, in place."""
+    """One training step of *model*, in place. ``around(m)`` is entered for the forward of microbatch m."""
     size, rest = divmod(count_rows(batch[0]), num_microbatches)
     assert not rest
     optimizer.zero_grad(set_to_none=True)
     total, weight = 0.0, 0.0
     for m in range(num_microbatches):
         inputs, targets = (rows(part, m * size, (m + 1) * size) for part in batch)
-        result = loss_fn(call(model, inputs), targets)
+        with around(m):
+            result = loss_fn(call(model, inputs), targets)
         loss, own = result if isinstance(result, tuple) else (result, 1.0)
         loss.backward()
         total, weight = total + float(loss.detach()), weight + float(own)
@@ -91,8 +95,12 @@ def train(
     batches: Sequence[Batch],
     num_microbatches: int,
     make_optimizer: MakeOptimizer,
+    around: Callable[[int, int], AbstractContextManager[object]] = lambda _, __: nullcontext(),
 ) -> list[Step]:
-    """One step per batch, on a copy of *model*."""
+    """One step per batch, on a copy of *model*. ``around(step, m)`` is entered for each microbatch's forward."""
     model = copy.deepcopy(model)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    return [one_step(model, loss_fn, b, num_microbatches, optimizer) for b in batches]
+    return [
+        one_step(model, loss_fn, b, num_microbatches, optimizer, partial(around, step))
+        for step, b in enumerate(batches)
+    ]

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from piper.errors import CaptureError
 from piper.ops.base import RandomKey
@@ -15,7 +15,9 @@ aten = torch.ops.aten
 
 
 def test_seeds_differ_in_every_word_and_in_their_low_half():
-    names = {(s, t, m, o) for s in range(4) for t in range(20) for m in range(20) for o in range(20)}
+    names = {
+        (s, t, m, o) for s in range(4) for t in range(20) for m in range(20) for o in range(20)
+    }
     seeds = [stream_seed(*name) for name in names]
     assert len(set(seeds)) == len(seeds)
     # 32000 draws from 2**32: more than a few collisions would be a bad mix
@@ -62,7 +64,11 @@ OPERATORS = [
     (aten.poisson.default, (torch.full((50,), 4.0), None), {}),
     (aten.normal_functional.default, (torch.zeros(50),), {}),
     (aten.uniform.default, (torch.zeros(50),), {}),
-    (aten.rrelu_with_noise_functional.default, (-torch.ones(50), torch.zeros(50), 0.1, 0.3, True), {}),
+    (
+        aten.rrelu_with_noise_functional.default,
+        (-torch.ones(50), torch.zeros(50), 0.1, 0.3, True),
+        {},
+    ),
 ]
 
 
@@ -104,14 +110,14 @@ def test_native_dropout_is_dropout():
 def test_an_operator_without_a_generator_is_refused_by_name():
     lib = torch.library.Library("piper_test_random", "FRAGMENT")
     lib.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-    with pytest.raises(CaptureError, match="piper_test_random.noise"):
+    with pytest.raises(CaptureError, match=r"piper_test_random.noise"):
         draw(torch.ops.piper_test_random.noise.default)
 
 
 def test_eager_draws_by_call_order():
     def work() -> list[torch.Tensor]:
         return [
-            F.dropout(torch.ones(50), 0.5),
+            functional.dropout(torch.ones(50), 0.5),
             torch.empty(50).uniform_(),
             torch.rand(50),
             torch.empty(50).normal_(),
@@ -137,15 +143,15 @@ def test_eager_draws_by_call_order():
 def test_eager_training_under_drawn_numbers_keeps_its_gradients():
     x = torch.randn(20, dtype=torch.float64, requires_grad=True)
     with DrawFrom(0, 0, 0):
-        y = F.dropout(x, 0.5)
+        y = functional.dropout(x, 0.5)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, torch.where(y != 0, 2.0, 0.0).to(torch.float64))
 
 
 def test_in_place_dropout():
     with DrawFrom(0, 0, 0):
-        expected = F.dropout(torch.ones(50), 0.5)
+        expected = functional.dropout(torch.ones(50), 0.5)
     x = torch.ones(50)
     with DrawFrom(0, 0, 0):
-        F.dropout(x, 0.5, inplace=True)
+        functional.dropout(x, 0.5, inplace=True)
     assert torch.equal(x, expected)

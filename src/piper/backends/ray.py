@@ -240,6 +240,14 @@ def _result(ref: _Ref, rank: int) -> object:
     try:
         return ray.get(ref)
     except RayActorError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next((line for line in lines if "exit" in line.lower()), lines[-1])
-        return Failure(rank, RunError, f"device {rank}: its worker process died: {reason}")
+        return Failure(rank, RunError, f"device {rank}: its worker process died: {_reason(error)}")
+
+
+def _reason(error: RayActorError) -> str:
+    """The part of Ray's report that says how; its list of common causes is long and general."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = next((line for line in lines if "exit detail" in line.lower()), lines[-1])
+    return (
+        f"{reason.partition(' Some common causes')[0]} It was killed, ran out of memory, or crashed in native code: see "
+        f"the workers' logs in Ray's session folder (/tmp/ray/session_latest/logs)"
+    )

@@ -108,7 +108,7 @@ def fake_model(model: nn.Module, fake: FakeTensorMode, *, grad: bool) -> Iterato
     """
     stand_ins = _StandIns(fake, trained=grad)
     modules = list(model.modules())
-    saved = [(module, _snapshot(module)) for module in modules]
+    saved = [_Attributes(module) for module in modules]
     try:
         for module in modules:
             module._parameters = {k: stand_ins.parameter(p) for k, p in module._parameters.items()}
@@ -116,17 +116,32 @@ def fake_model(model: nn.Module, fake: FakeTensorMode, *, grad: bool) -> Iterato
         with watched_hooks(modules):
             yield
     finally:
-        for module, attributes in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
+        for attributes in saved:
+            attributes.restore()
 
 
-def _snapshot(module: nn.Module) -> dict[str, object]:
-    """The attributes of *module*; dictionaries (parameters, hooks, …) copied one level deep."""
-    return {
-        key: value.copy() if isinstance(value, dict) and key.startswith("_") else value
-        for key, value in vars(module).items()
-    }
+class _Attributes:
+    """The attributes of a module, and what is in its dictionaries and lists (parameters, hooks, …).
+
+    The same containers are restored: hook handles hold weak references to them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._attributes = dict(vars(module))
+        containers = self._attributes.values()
+        self._dicts = [(c, dict(c)) for c in containers if isinstance(c, dict)]
+        self._lists = [(c, list(c)) for c in containers if isinstance(c, list)]
+
+    def restore(self) -> None:
+        """Undo every assignment since."""
+        vars(self._module).clear()
+        vars(self._module).update(self._attributes)
+        for mapping, items in self._dicts:
+            mapping.clear()
+            mapping.update(items)
+        for sequence, values in self._lists:
+            sequence[:] = values
 
 
 class _StandIns:

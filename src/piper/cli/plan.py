@@ -122,10 +122,19 @@ def _stage(dag: Dag, tags: Sequence[tuple[str, int]]) -> int:
 
 
 def _headline(plan: Plan) -> Text:
+    sizes = {
+        "replica": plan.num_replicas,
+        "microbatch": plan.num_microbatches,
+        "sequence": plan.microbatch_size,
+    }
     return Text(
-        f"One step on {plan.num_devices} devices: {plan.num_replicas} replicas × {plan.num_microbatches} microbatches × "
-        f"{plan.microbatch_size} sequences"
+        f"one step on {_count(plan.num_devices, 'device')}: "
+        + " × ".join(_count(n, what) for what, n in sizes.items())
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +149,8 @@ class _Traffic:
 
 
 def _table(plan: Plan, rows: Sequence[DeviceRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("device", justify="right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("device", justify="right", no_wrap=True)
     for name in ("regions", "chunks", "parameters", "sends", "receives", "collectives", "idle"):
         table.add_column(name, justify="left" if name == "regions" else "right", no_wrap=True)
     every = [b for row in rows for b in row.boxes]

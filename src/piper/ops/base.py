@@ -91,8 +91,9 @@ class Communicator(Protocol):
         """Copy member ``root``'s tensor to all, in place."""
 
 
-ChunkFunction: TypeAlias = Callable[[Sequence[Tensor], "RandomKey | None"], Sequence[Tensor]]
-"""A body as code: ``(inputs, random key) -> outputs``. Pure."""
+ChunkFunction: TypeAlias = Callable[[list[Tensor], "RandomKey | None"], Sequence[Tensor]]
+"""A body as code: ``(inputs, random key) -> outputs``. Pure, but empties the list, so that inputs which nobody else holds are given
+up after their last use."""
 
 
 class RandomKey(msgspec.Struct, frozen=True):
@@ -305,6 +306,14 @@ class Instruction(
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None] | None:
         """Code that issues it, closed over *runtime*; ``None`` when there is nothing to do on this device."""
         raise NotImplementedError
+
+    def bind_last(
+        self,
+        runtime: Runtime,
+        dying: frozenset[Slot],  # noqa: ARG002 (for subclasses)
+    ) -> Callable[[], Handle | None] | None:
+        """Like :meth:`bind`, where the plan frees the slots *dying* right after it: it may empty them earlier."""
+        return self.bind(runtime)
 
     def describe(self) -> str:
         """One line for people and golden files, without stream and event."""

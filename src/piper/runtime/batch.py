@@ -4,7 +4,7 @@ A batch is a pair ``(inputs, targets)``. A tree is any nesting of tuples, lists 
 is a leaf. Leaves are named as in the training DAG: ``inputs``, ``inputs[0]``, ``inputs.mask``, ``targets``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,17 +22,19 @@ Data: TypeAlias = Callable[[int], Batch]
 
 @dataclass(frozen=True, slots=True)
 class LeafSignature:
-    """One leaf: a tensor's global shape and element type (torch's name), or a constant."""
+    """One leaf. ``kind`` is a tensor's element type (torch's name), with its global ``shape``; else the type of the
+    ``constant`` (1, 1.0 and True are equal in Python, but not to a model).
+    """
 
     name: str
+    kind: str
     shape: tuple[int, ...] | None = None
-    dtype: str | None = None
     constant: object = None
 
     def __str__(self) -> str:
-        if self.dtype is None:
+        if self.shape is None:
             return f"{self.name} = {self.constant!r}"
-        return f"{self.name}: {self.dtype}{list(self.shape or ())}"
+        return f"{self.name}: {self.kind}{list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def _leaves(name: str, tree: object) -> Iterator[tuple[str, object]]:
 def signature(batch: Batch) -> Signature:
     """The signature of a global batch.
 
-    Raises :class:`BatchError` when it is not a pair.
+    Raises :class:`BatchError` when it is not a pair, or a leaf is neither a tensor nor hashable.
     """
     return signature_of(flatten(batch))
 
@@ -98,8 +100,14 @@ def signature_of(leaves: Mapping[str, object]) -> Signature:
 
 def _leaf_signature(name: str, leaf: object) -> LeafSignature:
     if isinstance(leaf, torch.Tensor):
-        return LeafSignature(name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
-    return LeafSignature(name, constant=leaf)
+        return LeafSignature(name, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+    kind = type(leaf).__name__
+    if not isinstance(leaf, Hashable):
+        raise BatchError(
+            f"batch leaf {name!r} is a {kind}, which is neither a tensor nor a constant that can be compared; make it a "
+            f"torch tensor (torch.as_tensor)"
+        )
+    return LeafSignature(name, kind, constant=leaf)
 
 
 def microbatch_rows(

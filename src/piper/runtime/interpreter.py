@@ -53,11 +53,16 @@ class Binding:
         self._plan = plan
         self._torch_device = device.torch_device
         self._communicators = communicators
+        self._functions: dict[BodyId, ChunkFunction] = {}
 
     def function(self, body: BodyId) -> ChunkFunction:
         """The code of a body, sizes bound."""
-        code = chunk_function(self._plan.dag.bodies[body], self._plan.bindings, self._torch_device)
-        return cast("ChunkFunction", code)
+        function = self._functions.get(body)
+        if function is None:
+            plan = self._plan
+            code = chunk_function(plan.dag.bodies[body], plan.bindings, self._torch_device)
+            function = self._functions[body] = cast("ChunkFunction", code)
+        return function
 
     def communicator(self, name: CommunicatorId) -> Communicator:
         """A communicator of which this device is a member."""
@@ -203,7 +208,7 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
     device = binding.device
     flying: dict[Stream, set[Slot]] = {}
     steps: list[Step] = []
-    for instruction in instructions:
+    for number, instruction in enumerate(instructions):
         stream = instruction.stream
         written = flying.setdefault(stream, set())
         touched = chain(instruction.reads(), instruction.writes(), instruction.frees())
@@ -211,7 +216,7 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
             written.clear()
             if (settle := device.after_stream(stream)) is not None:
                 steps.append(Step(settle, instruction))
-        launch = instruction.bind(binding)
+        launch = instruction.bind_last(binding, _dying(instructions, number, device))
         if launch is None:
             if instruction.record is None:
                 continue
@@ -223,3 +228,17 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
         )
         steps.append(Step(closure, instruction))
     return steps
+
+
+def _dying(instructions: Sequence[Instruction], number: int, device: Device) -> frozenset[Slot]:
+    """The slots that are freed right after instruction *number*, on its stream; none where memory is given up by the device."""
+    stream, slots = instructions[number].stream, set[Slot]()
+    if device.releaser(stream) is not None:
+        return frozenset()
+    for index in range(number + 1, len(instructions)):
+        following = instructions[index]
+        idle = not (following.reads() or following.writes())
+        if not (idle and following.frees() and following.stream == stream):
+            break
+        slots.update(following.frees())
+    return frozenset(slots)

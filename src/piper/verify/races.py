@@ -49,7 +49,7 @@ class _Detector:
 
     def run(self) -> Iterator[Problem]:
         trace, number, streams = self.trace, self.number, self.trace.streams
-        reads, writes, frees = trace.reads, trace.writes, trace.frees
+        reads, writes, frees = trace.uses, trace.writes, trace.frees
         writer: dict[Slot, int] = {}
         readers: dict[Slot, list[int]] = {}
         started = self._executions()
