@@ -155,6 +155,75 @@ def test_a_flag_that_changes():
         assert_state(trainer, expected[-1])
 
 
+class Switched(nn.Module):
+    """Dropout in the first of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.dropout = nn.Linear(3, 8), nn.Linear(8, 2), nn.Dropout(0.5)
+
+    def forward(self, x):
+        with piper.annotate("PP", 0):
+            h = self.dropout(self.a(x).tanh())
+        with piper.annotate("PP", 1):
+            return self.b(h)
+
+
+def still(parameters):
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def test_the_models_mode_is_looked_at_in_every_step():
+    """A step after ``model.eval()`` has no dropout, as in PyTorch; after ``model.train()`` it has again."""
+    model = Switched().double()
+    batch = batch_of(0)
+    with compiled(model, optimizer=still) as trainer:
+        assert trainer.step(*batch).loss != trainer.step(*batch).loss
+        model.eval()
+        quiet = mse(model(batch[0]), batch[1]).item()
+        assert [trainer.step(*batch).loss for _ in range(2)] == pytest.approx([quiet] * 2)
+        model.train()
+        assert trainer.step(*batch).loss != trainer.step(*batch).loss
+
+
+def test_parameters_that_are_frozen_later():
+    """From the next step on they keep their values; thawing what the optimizer never saw is refused."""
+    model = mlp()
+    with compiled(model) as trainer:
+        trainer.step(*batch_of(0))
+        model.layers[0].requires_grad_(False)
+        before = trainer.state_dict()
+        trainer.step(*batch_of(1))
+        after = trainer.state_dict()
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed == {"layers.1.weight", "layers.1.bias"}
+        model.layers[0].requires_grad_(True)
+        trainer.step(*batch_of(2))
+        assert not torch.equal(after["layers.0.weight"], trainer.state_dict()["layers.0.weight"])
+    model.layers[0].requires_grad_(False)
+    with compiled(model) as trainer:
+        trainer.step(*batch_of(0))
+        model.layers[0].requires_grad_(True)
+        with pytest.raises(StateError, match=r"layers\.0\.bias.*did not require a gradient"):
+            trainer.step(*batch_of(1))
+
+
+@pytest.mark.parametrize("kind", ["iterator", "random"])
+def test_data_that_does_not_depend_on_the_step_alone(kind):
+    """Called on each device that loads inputs: the inputs of one batch would meet the targets of another, of equal shape."""
+    iterator = (batch_of(step) for step in range(10**6))
+    lock = threading.Lock()
+
+    def data(_step: int) -> eager.Batch:
+        with lock:
+            if kind == "iterator":
+                return next(iterator)
+            return torch.randn(8, 3).double(), torch.randn(8, 2).double()
+
+    with compiled() as trainer, pytest.raises(RunError, match="depend on the step alone"):
+        trainer.fit(data, 3)
+
+
 # --- evaluation --------------------------------------------------------------------------------------
 
 
@@ -165,7 +234,7 @@ def test_evaluate_any_number_of_rows(rows):
         result = trainer.evaluate(*batch_of(5, rows))
         assert trainer.steps_done == 0
     inputs, targets = batch_of(5, rows)
-    assert result.loss == pytest.approx(float(mlp_loss(model(inputs), targets)), rel=1e-12)
+    assert result.loss == pytest.approx(mlp_loss(model(inputs), targets).item(), rel=1e-12)
     assert result.tokens == rows
 
 
@@ -447,4 +516,4 @@ def test_a_tied_embedding_in_the_users_hands():
         trained.load_state_dict(trainer.state_dict())
         assert trained.head.weight is trained.token_embedding.weight
         loss = trainer.evaluate(ids, ids).loss
-    assert loss == pytest.approx(float(loss_fn(trained(ids), ids)), rel=1e-12)
+    assert loss == pytest.approx(loss_fn(trained(ids), ids).item(), rel=1e-12)

@@ -1,4 +1,6 @@
-"""Plans written by hand: two layers with a squared loss, as a pipeline over two devices and as two replicas."""
+"""Plans written by hand: two layers with a squared loss, as a pipeline over two devices and as two
+replicas.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -144,7 +146,9 @@ H, W = (ROWS, WIDTH), (WIDTH, WIDTH)
 
 
 def _nodes() -> dict[NodeId, Node]:
-    """Labels for errors: F and B of each stage and microbatch, ids 0–7; then transfers, sums, updates."""
+    """Labels for errors: F and B of each stage and microbatch, ids 0–7; then transfers, sums,
+    updates.
+    """
     nodes: dict[NodeId, Node] = {}
     work = CallWork(BodyId("0"))
     for stage in range(2):
@@ -207,7 +211,9 @@ def _plan(
 
 
 def _accumulate(b: Builder, node: int, weight: str, m: int) -> None:
-    """Sum microbatch m's contribution ``g{m}`` of *weight*; the first total is the first contribution."""
+    """Sum microbatch m's contribution ``g{m}`` of *weight*; the first total is the first
+    contribution.
+    """
     if m == 0:
         return
     b.slot(f"total_{weight}", W)

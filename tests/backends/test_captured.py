@@ -1,4 +1,6 @@
-"""Captured models under real strategies: threads, processes and eager PyTorch draw and compute the same."""
+"""Captured models under real strategies: threads, processes and eager PyTorch draw and compute the
+same.
+"""
 
 import pytest
 import torch

@@ -1,7 +1,11 @@
 """Hand-made plans on threads, against plain PyTorch."""
 
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -278,3 +282,58 @@ def test_the_drivers_number_of_threads_is_left_alone():
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+INTERRUPTED = """
+import sys, threading, time
+from tests.backends import plans
+from tests.backends.test_inprocess import PIPELINE_ROWS, started
+
+def data(step):
+    if step == 1:
+        print("waiting", flush=True)
+        while threading.current_thread().name.endswith("0"):
+            time.sleep(0.01)
+            if hub._aborted:
+                break
+    return plans.batch(step, PIPELINE_ROWS)
+
+backend = started(plans.pipeline(), PIPELINE_ROWS, timeout=300.0)
+hub = backend._hub
+backend.run("train", data, first_step=0, num_steps=3)
+"""
+
+
+def test_ctrl_c_wakes_devices_that_wait_and_ends_the_program():
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=30)
+        assert time.monotonic() - began < 10
+    finally:
+        process.kill()
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_neither_the_package_nor_the_backend_loads_ray():
+    program = (
+        "import sys, tests.backends.test_inprocess as t; "
+        "b = t.started(t.plans.pipeline(), t.PIPELINE_ROWS); b.close(); assert 'ray' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

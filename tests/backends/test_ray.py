@@ -95,7 +95,9 @@ def test_an_exception_on_a_worker_is_the_drivers(cluster):
 
 
 def dies_once(folder: Path):
-    """Data that writes each worker's process id to *folder*; whoever gets to step 2 first kills itself."""
+    """Data that writes each worker's process id to *folder*; whoever gets to step 2 first kills
+    itself.
+    """
 
     def data(step):
         (folder / str(os.getpid())).touch()

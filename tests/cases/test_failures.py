@@ -120,7 +120,7 @@ strategy = [*piper.placements.v_shape(groups), piper.Split({}, num_microbatches=
 batch = (torch.randn(4, 3), torch.randn(4, 2))
 with piper.compile(model, mlp_loss, strategy, batch, backend="%s",
                    optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as trainer:
-    print(repr(trainer.step(*batch).loss), repr(float(mlp_loss(model(batch[0]), batch[1]))))
+    print(repr(trainer.step(*batch).loss), repr(mlp_loss(model(batch[0]), batch[1]).item()))
 """
 
 

@@ -8,7 +8,7 @@ from tests.cases.equal import assert_equal, mse, randn
 from torch import nn
 
 import piper
-from piper.errors import FilterError, OrderError, PiperError, PlacementError
+from piper.errors import FilterError, OrderError, PiperError, PlacementError, SplitError
 from piper.models import MLP, MLPConfig, mlp_loss
 
 pytestmark = pytest.mark.timeout(90)
@@ -216,3 +216,49 @@ def test_placement_that_depends_on_the_microbatch():
         *piper.placements.two_way([[0], [1]], 4),
     ]
     assert_equal(mlp(2), mlp_loss, strategy, batch(), steps=3)
+
+
+def test_groups_of_unequal_size_and_groups_that_cross():
+    """Microbatches on groups of one and of two devices; a group that feeds itself in another order."""
+    unequal = [
+        piper.Split({}, num_microbatches=4),
+        piper.Place({"MB": [0, 2]}, devices=[0]),
+        piper.Place({"MB": [1, 3]}, devices=[1, 2]),
+        piper.Replicate({}, devices="placed"),
+    ]
+    crossed = [
+        piper.Place({"PP": 0}, devices=[0, 1]),
+        piper.Place({"PP": 1}, devices=[1, 0]),
+        piper.Replicate({}, devices="placed"),
+        piper.Split({}, num_microbatches=2),
+    ]
+    for strategy in (unequal, crossed):
+        with pytest.raises(PlacementError, match=r"device groups"):
+            assert_equal(mlp(2), mlp_loss, strategy, batch())
+
+
+def test_a_split_of_a_part_is_refused():
+    """Also of nothing at all: a pass that the model does not have."""
+    for filter_ in ({"PASS": "BI"}, {"PP": 0}, {"PASS": "F"}):
+        with pytest.raises(SplitError, match="filter"):
+            assert_equal(mlp(2), mlp_loss, [piper.Split(filter_, num_microbatches=2)], batch())
+
+
+def test_two_splits():
+    """Microbatches of microbatches: number 2·a + b."""
+    strategy = [
+        *placed(0, 1),
+        piper.Split({}, dim_name="A", num_microbatches=2),
+        piper.Split({}, dim_name="B", num_microbatches=2),
+    ]
+    plan = assert_equal(mlp(2), mlp_loss, strategy, batch())
+    assert plan.num_microbatches == 4
+
+
+def test_an_order_before_the_split_orders_every_microbatch():
+    strategy = [
+        *placed(0, 1),
+        piper.Order([[{"PASS": "F"}], [{"PASS": "B"}]]),
+        piper.Split({}, num_microbatches=2),
+    ]
+    assert_equal(mlp(2), mlp_loss, strategy, batch())

@@ -9,7 +9,7 @@ from tests.equality import eager, planned
 from torch import nn
 
 import piper
-from piper.errors import DirectiveError, PlacementError
+from piper.errors import DirectiveError, PlacementError, StateError
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -55,6 +55,46 @@ def test_a_parameter_that_this_step_does_not_use(optimizer, replicas):
                 torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-12)
             moved = not torch.equal(before, state["branch.weight"])
             assert moved == batch[0]["branch"]
+
+
+class SometimesTied(nn.Module):
+    """A flag makes stage 1 use the weight of stage 0 too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, *, tied):
+        with piper.annotate("PP", 0):
+            h = self.first(x).tanh()
+        with piper.annotate("PP", 1):
+            return self.second(h) + self.first(h) if tied else self.second(h)
+
+
+@pytest.mark.parametrize("flags", [(True, False, True), (False, True, False)])
+def test_a_weight_that_a_stage_uses_in_some_steps_only(flags):
+    """The copy that a step leaves out would be out of date at the next one: equal, or refused at that step, never silently stale."""
+    torch.manual_seed(0)
+    model = SometimesTied().double()
+    batches = [
+        ({"x": randn(8, 3, seed=s), "tied": tied}, randn(8, 3, seed=9 + s))
+        for s, tied in enumerate(flags)
+    ]
+    expected = eager.train(model, mse, batches, 2, sgd)
+    strategy = piper.strategies.pipeline("1f1b", [[0], [1]], 2)
+    with piper.compile(
+        model, mse, strategy, batches[0], optimizer=sgd, backend="inprocess"
+    ) as trainer:
+        assert trainer.step(*batches[0]).loss == pytest.approx(expected[0].loss, rel=1e-12)
+        try:
+            losses = [trainer.step(*batch).loss for batch in batches[1:]]
+        except StateError as error:
+            assert "first." in str(error)  # noqa: PT017 (equal or refused)
+            same = trainer.step(*batches[0]).loss  # the trainer goes on with what it can do
+            (_, wanted) = eager.train(model, mse, [batches[0]] * 2, 2, sgd)
+            assert same == pytest.approx(wanted.loss, rel=1e-12)
+        else:
+            assert losses == pytest.approx([step.loss for step in expected[1:]], rel=1e-12)
 
 
 class Mixed(nn.Module):
@@ -146,6 +186,46 @@ class TiedFourTimes(nn.Module):
             return self.b(self.b(h).tanh())
 
 
+class Borrowed(nn.Module):
+    """Stage 1 reads a weight that only stage 0 trains: without a gradient, or in the forward only."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        with piper.annotate("PP", 0):
+            h = self.a(x).tanh()
+        with piper.annotate("PP", 1):
+            if self.how == "detached":
+                return self.b(h) * self.a.weight.detach().sum()
+            with torch.no_grad():
+                target = self.a(h)
+            return self.b(h) * target
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("how", ["detached", "no_grad"])
+def test_a_stage_reads_a_weight_that_another_one_trains(how, replicas):
+    """Its copy gets no gradient of its own and must still follow."""
+    groups = [list(range(replicas)), list(range(replicas, 2 * replicas))]
+    strategy = piper.strategies.pipeline("1f1b", groups, 2)
+    batch = (randn(8, 3), randn(8, 3, seed=1))
+    assert_equal(Borrowed(how), mse, strategy, batch, steps=3)
+
+
+def test_forward_and_backward_on_different_devices():
+    """Every saved tensor crosses; the forward's copy of each weight must be updated too."""
+    strategy = [
+        piper.Place({"PASS": "F"}, devices=[0]),
+        piper.Place({"PASS": "B"}, devices=[1]),
+        piper.Split({}, num_microbatches=2),
+    ]
+    batch = (randn(8, 3), randn(8, 3, seed=1))
+    assert_equal(TiedFourTimes(), mse, strategy, batch, steps=3)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_one_weight_in_every_stage(replicas, optimizer):
@@ -211,7 +291,9 @@ def test_replicated_buffers(choice):
     assert found.loss == pytest.approx(whole.loss, rel=1e-12)
 
 
-def test_a_written_buffer_that_another_device_reads_is_refused():
+def test_a_written_buffer_that_another_device_reads():
+    """Equal, or refused by name."""
+
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

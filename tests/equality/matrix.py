@@ -101,7 +101,7 @@ def run(case: Case) -> planned.Worst:
     assert plan.num_devices == case.pp * case.dp
     piper.verify(plan)
     found = planned.train(plan, captured.constants, model, batches, OPTIMIZERS[case.optimizer])
-    return planned.compare(found, _expected(replace(case, schedule=_stages_only(case))))
+    return planned.compare(found, _expected(_single_process(case)))
 
 
 def strategy(case: Case) -> Sequence[Directive]:
@@ -244,9 +244,15 @@ def _data(case: Case) -> tuple[nn.Module, list[eager.Batch]]:
     return model, [KINDS[case.model].batch(rows) for _ in range(STEPS)]
 
 
-def _stages_only(case: Case) -> str:
-    """A schedule with as many stages: the reference depends on nothing else of it."""
-    return VIRTUAL[0] if case.schedule in VIRTUAL else "1f1b"
+def _single_process(case: Case) -> Case:
+    """The case whose reference is that of *case* too: it depends on the model's stages and the number of microbatches alone."""
+    return replace(
+        case,
+        schedule="1f1b",
+        pp=case.num_stages,
+        dp=1,
+        microbatches=case.dp * case.microbatches,
+    )
 
 
 @cache
@@ -256,6 +262,6 @@ def _expected(case: Case) -> list[eager.Step]:
         model,
         KINDS[case.model].loss_fn,
         batches,
-        case.dp * case.microbatches,
+        case.microbatches,
         OPTIMIZERS[case.optimizer],
     )

@@ -65,9 +65,10 @@ def test_unequal_groups_are_refused():
         apply(chain(2), strategy)
 
 
-def test_groups_that_share_a_position_are_refused():
-    strategy = [Place({"PP": 0}, [0, 1]), Place({"PP": 1}, [0, 2]), Replicate({})]
-    with pytest.raises(PlacementError, match="differ in every position"):
+@pytest.mark.parametrize("second", [[0, 2], [1, 0], [2, 1]])
+def test_linked_groups_that_overlap_are_refused(second):
+    strategy = [Place({"PP": 0}, [0, 1]), Place({"PP": 1}, second), Replicate({})]
+    with pytest.raises(PlacementError, match="must be the same, or share no device"):
         apply(chain(2), strategy)
 
 
@@ -131,16 +132,13 @@ def test_a_group_that_only_reads_a_parameter_updates_its_copy_too(weighted, repl
     verify(plan(dag))
 
 
-def test_a_detached_use_on_overlapping_groups_is_refused():
-    strategy = [Place({"PP": 0}, [0, 1]), Place({"PP": 1}, [1, 0]), Replicate({})]
-    with pytest.raises(PlacementError, match=r"'w0' is used on device groups .* share device"):
-        apply(chain(2, detached=True), strategy)
-
-
-def test_a_tied_parameter_on_overlapping_groups_is_refused():
-    strategy = [Place({"PP": 0}, [0, 1]), Place({"PP": 1}, [1, 0]), Replicate({})]
-    with pytest.raises(PlacementError, match=r"'w0' is used on device groups .* share device"):
-        apply(chain(2, tied=True), strategy)
+@pytest.mark.parametrize("use", ["tied", "detached"])
+def test_a_parameter_on_overlapping_groups_is_refused(use):
+    # The first and the last stage share w0 and device 1, but exchange no value.
+    strategy = [*chained([[0, 1], [2, 3], [1, 4]]), Replicate({})]
+    apply(chain(3), strategy)
+    with pytest.raises(PlacementError, match=r"'w0' is used on device groups .* share device 1"):
+        apply(chain(3, **{use: True}), strategy)
 
 
 def test_users_of_a_shared_parameter_need_one_replicate():

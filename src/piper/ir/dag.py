@@ -58,7 +58,7 @@ STATE = frozenset({Role.PARAMETER, Role.BUFFER, Role.SEED})
 """Roles of values that exist before the step and after it."""
 
 
-class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A named tensor.
 
     ``name`` is the parameter's, buffer's or batch leaf's; a contribution or total carries its
@@ -72,7 +72,7 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     microbatch: int = 0
 
 
-class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="chunk"):
+class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag="chunk"):
     """A compute node. ``devices`` is ``None`` until it is placed.
 
     ``tags`` is the region path, outermost first, followed by the split dimensions, for instance
@@ -103,7 +103,7 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="chunk"
         return self.devices or ()
 
 
-class Comm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="comm"):
+class Comm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag="comm"):
     """A communication node: each of ``groups`` communicates among its members, independently.
 
     ``inputs`` may hold values of several producers; a member contributes those that live on it.
@@ -138,7 +138,7 @@ def _label(pass_: Pass, work: Work, tags: Tags) -> str:
     return " ".join([*words, pass_.value, *(f"{k}={v}" for k, v in tags)])
 
 
-class OrderEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OrderEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """``before`` runs before ``after``; ``directive`` is the number of the directive that said so (-1: none)."""
 
     before: NodeId

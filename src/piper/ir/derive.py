@@ -171,10 +171,10 @@ def _transfer(
             "device groups must have equal sizes (member i sends to member i)"
         )
     pairs = tuple(zip(maker.devices, to, strict=True))
-    if any(a == b for a, b in pairs):
+    if not set(maker.devices).isdisjoint(to):
         raise PlacementError(
             f"{maker.label!r} on devices {list(maker.devices)} feeds {reader!r} on devices {list(to)}: linked device groups "
-            "must be the same, or differ in every position"
+            "must be the same, or share no device"
         )
     comm = Comm(
         id=NodeId(-1),

@@ -30,7 +30,9 @@ class Tensor(Protocol):
     """A device's tensor; only devices, communicators and chunk functions look inside."""
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+# `gc=False`, here and in the DAG: frozen data of which there are hundreds of thousands; it holds no cycles,
+# so the collector need not walk over it.
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Shape (bound sizes) and element type of what one message carries."""
 
     shape: tuple[int, ...]
@@ -195,7 +197,12 @@ class Runtime(Protocol):
 
 
 class Work(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=snake_case
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    gc=False,
+    tag_field="kind",
+    tag=snake_case,
 ):
     """What a node of the training DAG does. Subclasses are data; ``kind`` is the snake-case class name."""
 
@@ -231,7 +238,7 @@ class Work(
         raise NotImplementedError
 
 
-class Site(msgspec.Struct, frozen=True):
+class Site(msgspec.Struct, frozen=True, gc=False):
     """One member of one group of a communication node, as the planner sees it.
 
     ``inputs`` and ``outputs`` are the slots of the values that this member contributes and receives, with their messages.
@@ -248,7 +255,7 @@ class Site(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...]
 
 
-class Rendezvous(msgspec.Struct, frozen=True):
+class Rendezvous(msgspec.Struct, frozen=True, gc=False):
     """How an instruction meets its peers.
 
     ``role`` is ``send``, ``receive`` or the collective's kind; ``members`` are the devices that must meet (for a message: sender,
@@ -265,6 +272,7 @@ class Instruction(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
+    gc=False,
     kw_only=True,
     tag_field="op",
     tag=snake_case,

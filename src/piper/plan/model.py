@@ -17,7 +17,7 @@ VERSION = 1
 """Format version of plan files; a file of another version is refused."""
 
 
-class SlotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SlotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One entry of a device's value table: the DAG value that it holds, and its bound shape and type.
 
     Slots with role PARAMETER, BUFFER and SEED are filled before the step and never freed (the plan's *state* slots);

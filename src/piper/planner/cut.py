@@ -244,6 +244,7 @@ class Cutter:
                 if comm.work.consumes(position):
                     site = self._site(comm, group, position, program)
                     program.emit(comm.work.lower(site), consume=site.inputs)
+                    program.drop_unread(site.outputs, site.stream)
                 else:
                     self.receives[device].require(comm.id, program)
 

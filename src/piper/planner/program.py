@@ -87,18 +87,12 @@ class Program:
         self._settle()
         self._settle()
         events = {index: EventId(i) for i, index in enumerate(sorted(self._signals))}
-        instructions = tuple(
-            self._finished(index, instruction, events)
-            for index, instruction in enumerate(self._instructions)
-        )
-        return DevicePlan(self._device, tuple(self._slots), instructions)
-
-    def _finished(
-        self, index: int, instruction: Instruction, events: dict[int, EventId]
-    ) -> Instruction:
-        if isinstance(instruction, Wait):
-            return replace(instruction, event=events[self._waits[index]])
-        return replace(instruction, record=events[index]) if index in events else instruction
+        instructions = list(self._instructions)
+        for index, event in events.items():
+            instructions[index] = replace(instructions[index], record=event)
+        for index, signal in self._waits.items():
+            instructions[index] = replace(instructions[index], event=events[signal])
+        return DevicePlan(self._device, tuple(self._slots), tuple(instructions))
 
     def _append(self, instruction: Instruction) -> int:
         self._instructions.append(instruction)
@@ -169,8 +163,8 @@ class Program:
         self._wait_for_all(stream, dead)
         self._append(Free(node=NodeId(-1), stream=stream, slots=tuple(dead)))
 
-    def drop_unread(self, slots: Iterable[Slot]) -> None:
-        """Free those of *slots*, just written on the compute stream, that nothing will read."""
+    def drop_unread(self, slots: Iterable[Slot], stream: Stream = COMPUTE) -> None:
+        """Free those of *slots*, just written on *stream*, that nothing will read."""
         dead = [s for s in slots if not self._uses.get(self._slots[s].value)]
         if dead:
-            self._free(dead, COMPUTE)
+            self._free(dead, stream)

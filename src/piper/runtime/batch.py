@@ -1,9 +1,12 @@
-"""The global batch on a worker: its leaves by name, its signature, and one microbatch's rows of a leaf.
+"""The global batch on a worker: its leaves by name, its signature, and one microbatch's rows of a
+leaf.
 
-A batch is a pair ``(inputs, targets)``. A tree is any nesting of tuples, lists and mappings; everything else
-is a leaf. Leaves are named as in the training DAG: ``inputs``, ``inputs[0]``, ``inputs.mask``, ``targets``.
+A batch is a pair ``(inputs, targets)``. A tree is any nesting of tuples, lists and mappings;
+everything else is a leaf. Leaves are named as in the training DAG: ``inputs``, ``inputs[0]``,
+``inputs.mask``, ``targets``.
 """
 
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,11 +22,14 @@ Batch: TypeAlias = tuple[object, object]
 Data: TypeAlias = Callable[[int], Batch]
 """``data(step) -> (inputs, targets)``; picklable where workers are processes."""
 
+SAMPLES = 4096
+"""About how many elements of a tensor its digest looks at."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeafSignature:
-    """One leaf. ``kind`` is a tensor's element type (torch's name), with its global ``shape``; else the type of the
-    ``constant`` (1, 1.0 and True are equal in Python, but not to a model).
+    """One leaf. ``kind`` is a tensor's element type (torch's name), with its global ``shape``; else
+    the type of the ``constant`` (1, 1.0 and True are equal in Python, but not to a model).
     """
 
     name: str
@@ -98,6 +104,18 @@ def signature_of(leaves: Mapping[str, object]) -> Signature:
     return Signature(tuple(_leaf_signature(name, leaves[name]) for name in sorted(leaves)))
 
 
+def digest(leaves: Mapping[str, object]) -> int:
+    """32 bits that differ, with near certainty, between batches of different content: a checksum of samples of every tensor."""
+    found = 0
+    for name in sorted(leaves):
+        leaf = leaves[name]
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // SAMPLES)].contiguous().cpu()
+            found = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
 def _leaf_signature(name: str, leaf: object) -> LeafSignature:
     if isinstance(leaf, torch.Tensor):
         return LeafSignature(name, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
@@ -113,7 +131,8 @@ def _leaf_signature(name: str, leaf: object) -> LeafSignature:
 def microbatch_rows(
     leaf: BatchLeaf, tensor: torch.Tensor, microbatch: int, count: int
 ) -> torch.Tensor:
-    """Rows of global microbatch number *microbatch* of *count*; the whole tensor if it is not split.
+    """Rows of global microbatch number *microbatch* of *count*; the whole tensor if it is not
+    split.
 
     A view of *tensor*, contiguous where it is split on dimension 0.
     """

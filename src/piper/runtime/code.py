@@ -18,7 +18,9 @@ from piper.ops.base import RandomKey
 from piper.runtime.random import draw, generator_for
 
 ChunkCode: TypeAlias = Callable[[list[torch.Tensor], RandomKey | None], tuple[torch.Tensor, ...]]
-"""``(inputs, random key) -> outputs``. Pure, but empties the list of inputs; to be called under ``torch.no_grad()``."""
+"""``(inputs, random key) -> outputs``. Pure, but empties the list of inputs; to be called under
+``torch.no_grad()``.
+"""
 
 GETITEM = "operator.getitem"
 
@@ -26,8 +28,8 @@ GETITEM = "operator.getitem"
 def chunk_function(body: ir.Body, bindings: Mapping[str, int], device: torch.device) -> ChunkCode:
     """The code of *body* with every symbol bound, for tensors on *device*. Cached.
 
-    Raises :class:`PlanError` for an operator that this torch does not have, and :class:`CaptureError` for a random
-    operator that takes no generator.
+    Raises :class:`PlanError` for an operator that this torch does not have, and
+    :class:`CaptureError` for a random operator that takes no generator.
     """
     return _compiled(body, tuple(sorted(bindings.items())), device)
 

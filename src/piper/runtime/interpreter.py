@@ -33,7 +33,9 @@ Closure: TypeAlias = Callable[[], None]
 
 
 class Binding:
-    """What instructions see of the device while they are bound. Implements :class:`~piper.ops.base.Runtime`."""
+    """What instructions see of the device while they are bound. Implements
+    :class:`~piper.ops.base.Runtime`.
+    """
 
     def __init__(
         self,
@@ -82,9 +84,10 @@ class Program:
 
     *constants* are buffers that this plan alone has.
 
-    Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and instruction, with the original
-    as its cause; :class:`CommunicationError` and :class:`AbortedError` keep their class, since they are mostly the
-    consequence of another device's failure.
+    Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and
+    instruction, with the original as its cause; :class:`CommunicationError` and
+    :class:`AbortedError` keep their class, since they are mostly the consequence of another
+    device's failure.
     """
 
     def __init__(
@@ -116,7 +119,9 @@ class Program:
         self._closures = [step.run for step in self._steps]
 
     def run(self) -> None:
-        """Execute the step; afterwards everything is complete and all slots but the state's are empty."""
+        """Execute the step; afterwards everything is complete and all slots but the state's are
+        empty.
+        """
         position = -1
         try:
             with torch.no_grad():
@@ -231,7 +236,9 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
 
 
 def _dying(instructions: Sequence[Instruction], number: int, device: Device) -> frozenset[Slot]:
-    """The slots that are freed right after instruction *number*, on its stream; none where memory is given up by the device."""
+    """The slots that are freed right after instruction *number*, on its stream; none where memory
+    is given up by the device.
+    """
     stream, slots = instructions[number].stream, set[Slot]()
     if device.releaser(stream) is not None:
         return frozenset()
