@@ -19,7 +19,7 @@ help:
 	@echo "make test-full  the test suite with the slow tests"
 	@echo "make lint       ruff, mypy, layers"
 	@echo "make format     let ruff rewrite the sources"
-	@echo "make bench      the benchmarks"
+	@echo "make bench      the benchmarks, about 5 minutes; on a quiet machine"
 	@echo "make clean      remove .venv and caches"
 
 # torch comes first and pinned, so that installing the project never pulls another one.
@@ -49,7 +49,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/piper bench
+	$(BIN)/python -m benchmarks.run
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -8,6 +8,11 @@ from piper.errors import PiperError, nearest
 T = TypeVar("T")
 
 
+def snake_case(name: str) -> str:
+    """``AllReduce`` → ``all_reduce``: the registered name of a class."""
+    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+
 class Registry(Mapping[str, T]):
     """Name → implementation, filled at import time by the files of one folder.
 

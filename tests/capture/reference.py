@@ -1,6 +1,7 @@
 """A tiny evaluator of captured DAGs, and the comparison of one step with eager PyTorch in float64."""
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.capture import Captured, capture_with_constants
 from piper.capture.batch import as_arguments, flatten_batch
-from piper.ir.body import Arg, Body, Const, Literal, Ref
+from piper.ir.body import Arg, Body, Const, Literal, Ref, TensorSpec
 from piper.ir.body import Sequence as Items
 from piper.ir.check import topological_order
 from piper.ir.dag import Chunk, Dag, LossKind, Pass, Role
-from piper.ir.symbols import Expr, evaluate
+from piper.ir.symbols import Expr, bind, evaluate
 from piper.ops.compute import Call
 
 Batch = tuple[object, object]
@@ -40,7 +41,7 @@ class SeededByOrdinal(TorchDispatchMode):
         super().__init__()
         self.ordinal = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN201
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.manual_seed(SEED + self.ordinal)
             self.ordinal += 1
@@ -64,43 +65,47 @@ def run_body(
     """The outputs of *body*; checks shape and type of every result."""
     values: list[object] = list(inputs)
 
-    def convert(arg: Arg) -> object:
-        match arg:
-            case Ref(index):
-                return values[index]
-            case Expr(text):
-                return evaluate(text, bindings)
-            case Items(items):
-                return [convert(item) for item in items]
-            case Literal(spec, elements):
-                flat = torch.tensor(elements, dtype=getattr(torch, spec.dtype))
-                return flat.reshape(spec.bound(bindings).shape)
-            case Const("dtype" | "layout" | "memory_format", text):
-                return getattr(torch, text)
-            case Const("device", _):
-                return torch.device("cpu")
-            case Const("float", text):
-                return float(text)
-            case Const(_, text):
-                return complex(text)
-            case _:
-                return arg
-
     for spec, value in zip(body.inputs, inputs, strict=True):
-        assert list(value.shape) == list(spec.bound(bindings).shape), (value.shape, spec)
-        assert str(value.dtype) == f"torch.{spec.dtype}"
+        _check(value, spec, bindings, "input")
     for call in body.calls:
         if call.rng is not None:
             torch.manual_seed(SEED + ordinals[call.rng])
-        kwargs = {key: convert(arg) for key, arg in call.kwargs}
-        result = resolve(call.target)(*map(convert, call.args), **kwargs)
+        kwargs = {key: _argument(arg, values, bindings) for key, arg in call.kwargs}
+        args = [_argument(arg, values, bindings) for arg in call.args]
+        result = resolve(call.target)(*args, **kwargs)
         results = result if isinstance(result, (tuple, list)) else (result,)
-        for spec, made in zip(call.results, results, strict=True):
-            if spec is not None:
-                assert list(made.shape) == list(spec.bound(bindings).shape), (call, made.shape)
-                assert str(made.dtype) == f"torch.{spec.dtype}", (call, made.dtype)
+        for expected, made in zip(call.results, results, strict=True):
+            if expected is not None:
+                _check(made, expected, bindings, call)
         values.append(result)
     return [values[ref] for ref in body.outputs]  # type: ignore[misc]
+
+
+def _argument(arg: Arg, values: Sequence[object], bindings: Mapping[str, int]) -> object:
+    match arg:
+        case Ref(index):
+            return values[index]
+        case Expr(text):
+            return evaluate(text, bindings)
+        case Items(items):
+            return [_argument(item, values, bindings) for item in items]
+        case Literal(spec, elements):
+            flat = torch.tensor(elements, dtype=getattr(torch, spec.dtype))
+            return flat.reshape([bind(size, bindings) for size in spec.shape])
+        case Const("device", _):
+            return torch.device("cpu")
+        case Const("float" | "complex" as kind, text):
+            return {"float": float, "complex": complex}[kind](text)
+        case Const(_, text):
+            return getattr(torch, text)
+        case _:
+            return arg
+
+
+def _check(value: object, spec: TensorSpec, bindings: Mapping[str, int], where: object) -> None:
+    assert isinstance(value, torch.Tensor), where
+    assert list(value.shape) == [bind(size, bindings) for size in spec.shape], where
+    assert str(value.dtype) == f"torch.{spec.dtype}", where
 
 
 @torch.no_grad()
@@ -171,7 +176,7 @@ def difference(a: torch.Tensor, b: torch.Tensor, scale: float) -> float:
     if a.numel() == 0:
         return 0.0
     error = (a.double() - b.double()).abs().max().item()
-    assert error == error, "not a number"
+    assert not math.isnan(error)
     return error / max(b.double().abs().max().item(), 1e-6 * scale, 1e-300)
 
 

@@ -1,15 +1,18 @@
 """One captured step equals eager PyTorch, and falls into the chunks that a reader expects."""
 
 import copy
+from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (torch's own convention)
+from tests.capture.reference import Batch, check, compare, labels, pipeline, run_dag, run_eager
 from torch import nn
 
 from piper.capture import annotate, annotate_module, capture, capture_with_constants
+from piper.ir.body import Body
 from piper.ir.dag import LossKind, Pass, Role
-from tests.capture.reference import Batch, check, compare, labels, pipeline, run_dag, run_eager
 
 D = torch.float64
 WIDTH = 6
@@ -291,6 +294,10 @@ def test_batch_norm(train: bool) -> None:
     assert set(dag.buffer_updates) == (written if train else set())
     for value in dag.buffer_updates.values():
         assert dag.nodes[dag.producers[value]].label == "F PP=0"
+    if train:
+        for chunk in dag.chunks():
+            reads_state = any(dag.values[v].role is Role.BUFFER for v in chunk.inputs)
+            assert reads_state == (chunk.label == "F PP=0")
 
 
 class Counter(nn.Module):
@@ -339,12 +346,12 @@ def test_chunk_and_unbind() -> None:
 
 class Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN001
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         return x * x.exp()
 
     @staticmethod
-    def backward(ctx, g: torch.Tensor) -> torch.Tensor:  # noqa: ANN001
+    def backward(ctx, g: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
         return 0.5 * g * x
 
@@ -630,6 +637,43 @@ def test_hooks_are_kept() -> None:
     check(Hooked(), F.mse_loss, vectors, chunks=pipeline(3))
 
 
+class Leaky(nn.Module):
+    """Keeps intermediate results in every kind of attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = linear()
+        self.last: torch.Tensor | None = None
+        self.calls, self.history, self.cache = 0, [], {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.a(x)
+        self.calls += 1
+        self.history.append(self.last)
+        self.cache["last"] = self.last
+        self.extra = self.last
+        return self.last
+
+
+def test_capture_leaves_the_model_as_it_was() -> None:
+    model = Leaky()
+    handle = model.a.register_full_backward_hook(lambda _m, inputs, _o: inputs)
+    before = dict(vars(model))
+    capture(model, F.mse_loss, vectors(4))
+    assert vars(model) == before
+    assert (model.last, model.calls, model.history, model.cache) == (None, 0, [], {})
+    assert type(model.a.weight) is nn.Parameter
+    handle.remove()
+    assert not model.a._backward_hooks, "handles of hooks still work"
+    dropped, batch = Dropped(), vectors(4)
+    random = torch.get_rng_state()
+    capture(dropped, F.mse_loss, batch)
+    assert torch.equal(torch.get_rng_state(), random)
+    model.eval()
+    capture(model, F.mse_loss, batch)
+    assert not model.training
+
+
 def test_annotate_module_matches_annotations_inside() -> None:
     model = nn.Sequential(*[nn.Sequential(linear(), nn.Tanh()) for _ in range(3)])
     for index, layer in enumerate(model):
@@ -640,10 +684,10 @@ def test_annotate_module_matches_annotations_inside() -> None:
 
 
 def test_meta_model_gives_the_same_dag() -> None:
-    real = GPT()
+    real = GPT(layers=2)
     dag = capture(real, cross_entropy, tokens(4))
     with torch.device("meta"):
-        meta = GPT()
+        meta = GPT(layers=2)
     captured = capture_with_constants(meta, cross_entropy, tokens(4))
     assert captured.dag == dag
     assert all(p.is_meta for p in meta.parameters())
@@ -652,7 +696,198 @@ def test_meta_model_gives_the_same_dag() -> None:
 
 
 def test_captures_are_equal() -> None:
-    model = GPT(expert=True)
+    model = GPT(layers=2, expert=True)
     assert capture(model, cross_entropy, tokens(4)) == capture(
         copy.deepcopy(model), cross_entropy, tokens(4)
     )
+
+
+class Constants(nn.Module):
+    """Tensors that are not registered: small, uniform, infinite, large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+        self.large = torch.linspace(-1, 1, 100 * WIDTH, dtype=D).reshape(100, WIDTH)
+        self.ones = torch.ones(50, WIDTH, dtype=D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocked = torch.tensor([True, False] * 3)
+        ramp = torch.tensor([0.1 * i for i in range(WIDTH)])
+        for layer in (self.a, self.b):
+            with annotate("PP"):
+                x = layer(x).masked_fill(blocked, float("-inf")).softmax(-1)
+                x = x + torch.where(x > 0, torch.tensor(float("-inf")), ramp).exp()
+                x = x * self.large[3] + self.ones[0] + torch.arange(WIDTH).double().outer(ramp)[2]
+        return x
+
+
+def test_constants() -> None:
+    dag = check(Constants(), F.mse_loss, vectors, chunks=pipeline(2))
+    assert list(dag.buffers) == ["constant.0"]
+    captured = capture_with_constants(Constants(), F.mse_loss, vectors(4))
+    assert captured.constants["constant.0"].shape == (100, WIDTH)
+
+
+def test_bodies_survive_json() -> None:
+    for model, loss, batch in (
+        (Constants(), F.mse_loss, vectors),
+        (GPT(), cross_entropy, tokens),
+        (Dropped(), F.mse_loss, vectors),
+    ):
+        for body in capture(model, loss, batch(4)).bodies.values():
+            assert msgspec.json.decode(msgspec.json.encode(body), type=Body) == body
+
+
+class Sizes(nn.Module):
+    """Arithmetic on the batch size, in shapes and in values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        with annotate("PP"):
+            h = self.a(x.reshape(-1)[: x.numel()].view(rows, -1)) / rows
+        with annotate("PP"):
+            h = torch.cat([h, x], 0).reshape(rows * 4, 3).reshape(-1, WIDTH)[:rows]
+            return self.b(h) * rows**0.5 + torch.ones(rows, 1, dtype=D).cumsum(0)
+
+
+def test_arithmetic_on_the_batch_size() -> None:
+    check(Sizes(), F.mse_loss, vectors, chunks=pipeline(2))
+
+
+@torch.library.custom_op("piper_test::cube", mutates_args=())
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+@cube.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _cube_backward(ctx, g: torch.Tensor) -> torch.Tensor:
+    (x,) = ctx.saved_tensors
+    with annotate("PP"):  # the forward is over: this does not count a third region
+        return g * 3 * x * x
+
+
+cube.register_autograd(
+    _cube_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class Registered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.a, self.b):
+            with annotate("PP"):
+                x = cube(layer(x))
+        return x
+
+
+def test_custom_operator() -> None:
+    dag = check(Registered(), F.mse_loss, vectors, chunks=pipeline(2))
+    targets = {call.target for body in dag.bodies.values() for call in body.calls}
+    assert "piper_test.cube.default" in targets
+
+
+class Shaped(nn.Module):
+    """A module applied to the rows seen in another shape."""
+
+    def __init__(self, inner: nn.Module, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = linear(), inner, linear()
+        self.shape = shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with annotate("PP"):
+            h = self.first(x).view(-1, *self.shape)
+        with annotate("PP"):
+            h = self.inner(h)
+            h = h[0] if isinstance(h, tuple) else h
+        with annotate("PP"):
+            return self.last(h.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("inner", "shape"),
+    [
+        (lambda: nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dtype=D), (1, WIDTH)),
+        (lambda: nn.GRU(2, 2, batch_first=True, dtype=D), (3, 2)),
+        (lambda: nn.TransformerEncoderLayer(2, 1, 8, batch_first=True, dtype=D), (3, 2)),
+        (lambda: nn.Conv2d(1, 1, 3, padding=1, dtype=D), (1, 2, 3)),
+        (lambda: nn.ConvTranspose1d(2, 2, 3, padding=1, dtype=D), (2, 3)),
+        (lambda: nn.BatchNorm2d(1, dtype=D), (1, 2, 3)),
+        (lambda: nn.GroupNorm(2, 2, dtype=D), (2, 3)),
+        (lambda: nn.utils.parametrizations.weight_norm(linear()), (WIDTH,)),
+        (lambda: nn.PReLU(dtype=D), (WIDTH,)),
+    ],
+)
+def test_modules(inner: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    check(Shaped(inner(), shape), F.mse_loss, vectors, chunks=pipeline(3))
+
+
+def test_module_shared_by_regions() -> None:
+    layer = linear()
+    model = nn.Sequential(layer, nn.Tanh(), linear(), nn.Tanh(), layer)
+    for index, part in enumerate((model[1], model[2], model[3])):
+        annotate_module(part, "PP", index)
+    dag = check(model, F.mse_loss, vectors, chunks=pipeline(3))
+    assert len(dag.contributions["0.weight"]) == 2
+    assert dag.parameters["0.weight"].aliases == ("4.weight",)
+
+
+class Turn(nn.Module):
+    """A region that the model leaves and enters again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([linear() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, stage in zip(self.layers, (0, 1, 1, 0), strict=True):
+            with annotate("PP", stage):
+                x = torch.tanh(layer(x))
+        return x
+
+
+def test_region_entered_again() -> None:
+    forward = ["F PP=0", "F PP=1", "F PP=0"]
+    check(Turn(), F.mse_loss, vectors, chunks=[*forward, "B PP=0", "B PP=1", "B PP=0"])
+
+
+class Branches(nn.Module):
+    """Parallel branches: neither waits for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = linear(), linear(), linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with annotate("PP"):
+            h = self.a(x)
+        with annotate("BRANCH"):
+            u = self.b(h).tanh()
+        with annotate("BRANCH"):
+            v = self.c(h).tanh()
+        y = u + v * 2
+        with annotate("PP"):
+            return self.d(y)
+
+
+def test_parallel_branches() -> None:
+    forward = ["F PP=0", "F BRANCH=0", "F BRANCH=1", "F PP=1"]
+    backward = ["B PP=1", "B BRANCH=1", "B BRANCH=0", "B PP=0"]
+    dag = check(Branches(), F.mse_loss, vectors, chunks=forward + backward)
+    node = {n.label: n.id for n in dag.chunks()}
+    for pass_ in "FB":
+        one, other = node[f"{pass_} BRANCH=0"], node[f"{pass_} BRANCH=1"]
+        assert one not in dag.predecessors[other]
+        assert other not in dag.predecessors[one]

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (torch's own convention)
+from tests.capture.reference import Batch, check, pipeline
 from torch import nn
 
 from piper.capture import annotate_module
 from piper.ir.dag import Role
-from tests.capture.reference import Batch, check, pipeline
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,12 +27,12 @@ def staged(layers: nn.ModuleList, stages: int) -> None:
         annotate_module(layer, "PP", index // per_stage)
 
 
-def llama(**changes: object) -> nn.Module:
+def llama(layers: int = 2, **changes: object) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=32,
@@ -54,7 +54,7 @@ def test_llama(tied: bool) -> None:
 
 
 def test_llama_sends_only_activations_between_stages() -> None:
-    model = llama()
+    model = llama(4)
     staged(model.model.layers, 4)
     dag = check(model, loss, batch, chunks=pipeline(4))
     for node in range(1, 4):
@@ -67,7 +67,7 @@ def test_llama_sends_only_activations_between_stages() -> None:
 
 def test_gpt2() -> None:
     config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=16, n_layer=4, n_head=2, use_cache=False
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False
     )
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).double()

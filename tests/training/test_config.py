@@ -241,3 +241,16 @@ def test_the_examples_load():
     assert folder / "gpt_stdlib.toml" in paths
     for path in paths:
         load_config(path)
+
+
+def test_the_learning_rate_warms_up(write):
+    schedule = load_config(write(STRATEGY + "[train]\nwarmup_steps = 4")).train.warmup()
+    assert [schedule(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert load_config(write(STRATEGY)).train.warmup() is None
+
+
+def test_an_address_is_rays(write):
+    address = '[train]\naddress = "auto"\n'
+    assert load_config(write(STRATEGY + address)).train.address == "auto"
+    message = error(write(STRATEGY + address + 'backend = "inprocess"'))
+    assert message.startswith("train.address: only backend")

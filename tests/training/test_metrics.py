@@ -14,7 +14,7 @@ from piper.training.metrics import (
     read_metrics,
 )
 
-TRAIN = TrainRecord(step=1, loss=5.5, grad_norm=1.25, seconds=0.5, tokens_per_second=4096.0)
+TRAIN = TrainRecord(step=1, loss=5.5, seconds=0.5, tokens_per_second=4096.0)
 HELD_OUT = HeldOutRecord(step=1, loss=5.25)
 
 

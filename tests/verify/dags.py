@@ -170,3 +170,43 @@ def chain(
         contributions={n: tuple(vs) for n, vs in contributions.items()},
         buffer_updates=updates,
     )
+
+
+def handed_out_view() -> Dag:
+    """``loss = sum(x @ w0 @ w1 * t)``, whose first forward also hands out the transpose of ``w0``, a view. A late
+    chunk uses it for a second contribution to ``w1``."""
+    make = _Maker()
+    w0, w1 = (make.value(MATRIX, Role.PARAMETER, name) for name in ("w0", "w1"))
+    x, target = make.value(ROWS, Role.INPUT, "inputs"), make.value(ROWS, Role.INPUT, "targets")
+    seed = make.value(SCALAR, Role.SEED)
+    h, view = make.value(ROWS), make.value(MATRIX)
+    body = Body(
+        (MATRIX, ROWS), (_call("aten.mm.default", 1, 0, result=ROWS), _transposed(0)), (2, 3)
+    )
+    make.chunk((("PP", 0),), Pass.FORWARD, body, [w0, x], [h, view])
+    loss, weight, gradient = make.value(SCALAR), make.value(SCALAR), make.value(ROWS)
+    dw0, dw1, late = (make.value(MATRIX, Role.CONTRIBUTION, name) for name in ("w0", "w1", "w1"))
+    make.chunk((("PP", 1),), Pass.FORWARD, _loss(), [w1, h, target], [loss, weight])
+    backward = _backward(last=True, first=False)
+    make.chunk((("PP", 1),), Pass.BACKWARD, backward, [w1, h, target, seed], [dw1, gradient])
+    backward = _backward(last=False, first=True)
+    make.chunk((("PP", 0),), Pass.BACKWARD, backward, [w0, x, gradient], [dw0])
+    scaled = Body((MATRIX, SCALAR), (_call("aten.mul.Tensor", 0, 1, result=MATRIX),), (2,))
+    make.chunk((("PP", 2),), Pass.BACKWARD, scaled, [view, seed], [late])
+    return Dag(
+        nodes=make.nodes,
+        values=make.values,
+        bodies=make.bodies,
+        parameters={n: Parameter(n, MATRIX, requires_grad=True) for n in ("w0", "w1")},
+        buffers={},
+        batch=(BatchLeaf("inputs", 0, ROWS, 0), BatchLeaf("targets", 1, ROWS, 0)),
+        batch_size=4,
+        batch_symbol="s0",
+        captured_size=2,
+        guards=(),
+        loss_kind=LossKind.MEAN,
+        losses=(loss,),
+        weights=(),
+        contributions={"w0": (dw0,), "w1": (dw1, late)},
+        buffer_updates={},
+    )

@@ -1,29 +1,32 @@
-"""Three ways to run a hand-made training step: in sequence (the reference), in process, and by an adversary.
+"""Three ways to run training steps: in sequence (the reference), in process, and by an adversary.
 
-The reference evaluates the core DAG of ``dags.chain`` in one process, microbatch after microbatch; it shares nothing with directives,
-planner and verifier.
+The reference evaluates the core DAG, as captured, in one process, microbatch after microbatch; it shares nothing with
+directives, planner and verifier.
 """
 
+import copy
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace as replace_struct
+from tests.verify.dags import WIDTH
 
 from piper.backends.inprocess import InProcessBackend
-from piper.devices.tensors import TensorOperations
+from piper.devices.tensors import TensorOperations, torch_dtype
 from piper.errors import PiperError
-from piper.ids import BodyId, Slot, ValueId
-from piper.ir.dag import STATE, Dag, LossKind, Role
-from piper.ops.base import Handle, Instruction
+from piper.ids import BodyId, ValueId
+from piper.ir.check import topological_order
+from piper.ir.dag import STATE, BatchLeaf, Dag, LossKind, Role
+from piper.ops.base import Handle, Instruction, RandomKey
 from piper.ops.compute import Call
 from piper.ops.wait import Wait
 from piper.plan.model import Plan
-from piper.runtime.batch import Batch, signature
+from piper.runtime.batch import Batch, flatten, signature
 from piper.runtime.code import chunk_function
 from piper.runtime.state import OptimizerSpec
-from tests.verify.dags import WIDTH
 
 STEPS = 2
 RATE, MOMENTUM = 0.05, 0.9
@@ -38,28 +41,36 @@ class Outcome:
     state: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
 
 
-class Failed(Exception):
+class FailedError(Exception):
     """A run that crashed or hung."""
 
 
-def weights_of(dag: Dag) -> dict[str, torch.Tensor]:
-    """Initial parameters and buffers."""
+@dataclass(frozen=True)
+class Training:
+    """What to train: the core DAG, initial parameters and buffers, one global batch per step, constants that capture
+    found, and, if it was captured, the model with its loss."""
+
+    dag: Dag
+    weights: Mapping[str, torch.Tensor]
+    data: Sequence[Batch]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    model: torch.nn.Module | None = None
+    loss: Callable[..., object] | None = None
+
+
+def hand_made(dag: Dag) -> Training:
+    """Random numbers for a DAG of ``dags.chain``."""
     make = torch.Generator().manual_seed(7)
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=make, dtype=torch.float64) + 0.1
 
-    found = {name: tensor(WIDTH, WIDTH) for name in dag.parameters}
-    return found | {name: tensor(WIDTH) for name in dag.buffers}
-
-
-def batches(rows: int) -> list[Batch]:
-    """One global batch per step."""
-    make = torch.Generator().manual_seed(11)
-    return [
-        tuple(torch.rand((rows, WIDTH), generator=make, dtype=torch.float64) + 0.1 for _ in "xt")
-        for _ in range(STEPS)
-    ]
+    weights = {name: tensor(WIDTH, WIDTH) for name in dag.parameters}
+    weights |= {name: tensor(WIDTH) for name in dag.buffers}
+    rows = dag.batch_size
+    return Training(
+        dag, weights, [(tensor(rows, WIDTH), tensor(rows, WIDTH)) for _ in range(STEPS)]
+    )
 
 
 class Sgd:
@@ -77,57 +88,107 @@ class Sgd:
             self.parameters[name].sub_(RATE * self.momenta[name])
 
 
-def reference(dag: Dag, plan: Plan) -> Outcome:
-    """Run the core DAG *dag*, as captured, over the microbatches of *plan* in sequence."""
-    tensors = weights_of(dag)
-    sgd = Sgd({name: tensors[name] for name in dag.parameters})
+def reference(training: Training, plan: Plan) -> Outcome:
+    """Run the core DAG over the microbatches of *plan* in sequence."""
+    dag = training.dag
+    tensors = {name: t.clone() for name, t in (training.weights | training.constants).items()}
+    sgd = Sgd(tensors)
     outcome = Outcome()
-    pieces = plan.num_replicas * plan.num_microbatches
-    for step, batch in enumerate(batches(dag.batch_size)):
-        leaves = dict(zip(("inputs", "targets"), batch, strict=True))
-        gradients = {n: torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for n in dag.parameters}
+    for step, batch in enumerate(training.data):
+        gradients: dict[str, torch.Tensor] = {}
         total = torch.zeros((), dtype=torch.float64)
         final: dict[str, torch.Tensor] = {}
         for replica in range(plan.num_replicas):
-            buffers = {name: tensors[name] for name in dag.buffers}
+            buffers: dict[str, torch.Tensor] = {}
             for m in range(plan.num_microbatches):
                 number = replica * plan.num_microbatches + m
-                rows = {
-                    name: leaf.chunk(pieces)[number] if pieces > 1 else leaf
-                    for name, leaf in leaves.items()
-                }
-                found = _evaluate(dag, plan, {**tensors, **buffers, **rows})
+                named = {**tensors, **buffers, **_rows(plan, batch, number)}
+                found = _evaluate(dag, plan, named, RandomKey(0, step, number, ()))
                 buffers = {name: found[v] for name, v in dag.buffer_updates.items()}
                 outcome.reports[step, "loss", number] = found[dag.losses[0]].item()
                 if dag.weights:
                     outcome.reports[step, "weight", number] = found[dag.weights[0]].item()
                     total += found[dag.weights[0]]
-                for name, values in dag.contributions.items():
-                    for value in values:
-                        gradients[name] += found[value]
+                for name, value in ((n, v) for n, vs in dag.contributions.items() for v in vs):
+                    old = gradients.get(name)
+                    gradients[name] = found[value] if old is None else old + found[value]
             final = final or buffers
         sgd.update(gradients, total if dag.weights else None)
-        for name, value in final.items():
-            tensors[name] = value
+        tensors.update(final)
     outcome.state = {(0, name): tensor for name, tensor in tensors.items()}
     return outcome
 
 
-def _evaluate(dag: Dag, plan: Plan, named: Mapping[str, torch.Tensor]) -> dict[ValueId, torch.Tensor]:
+def eager(training: Training, plan: Plan) -> Outcome:
+    """The same with PyTorch alone: autograd on the model itself."""
+    model, loss_fn = copy.deepcopy(training.model), training.loss
+    assert model is not None
+    assert loss_fn is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    pieces = plan.num_replicas * plan.num_microbatches
+    outcome = Outcome()
+    for step, batch in enumerate(training.data):
+        total = 0.0
+        optimizer.zero_grad()
+        for number in range(pieces):
+            inputs, targets = _cut(batch, number, pieces)
+            result = loss_fn(model(*inputs if isinstance(inputs, tuple) else (inputs,)), targets)
+            loss, weight = result if isinstance(result, tuple) else (result / pieces, None)
+            loss.backward()
+            shown = loss if weight is not None else result
+            outcome.reports[step, "loss", number] = shown.item()
+            if weight is not None:
+                outcome.reports[step, "weight", number] = weight.item()
+                total += weight.item()
+        for parameter in model.parameters():
+            if total and parameter.grad is not None:
+                parameter.grad /= total
+        optimizer.step()
+    named = (*model.named_parameters(), *model.named_buffers())
+    outcome.state = {(0, name): tensor.detach() for name, tensor in named}
+    return outcome
+
+
+def _cut(tree: object, number: int, pieces: int):
+    if isinstance(tree, torch.Tensor):
+        return tree.chunk(pieces)[number]
+    assert isinstance(tree, tuple)
+    return tuple(_cut(item, number, pieces) for item in tree)
+
+
+def _rows(plan: Plan, batch: Batch, number: int) -> dict[str, torch.Tensor]:
+    """The leaves of global microbatch *number*, by name."""
+    leaves = flatten(batch)
+    return {leaf.name: _rows_of(plan, leaf, leaves[leaf.name], number) for leaf in plan.dag.batch}
+
+
+def _rows_of(plan: Plan, leaf: BatchLeaf, tensor: object, number: int) -> torch.Tensor:
+    assert isinstance(tensor, torch.Tensor)
+    if leaf.batch_dim is None:
+        return tensor
+    size = plan.microbatch_size
+    return tensor.narrow(leaf.batch_dim, number * size, size)
+
+
+def _evaluate(
+    dag: Dag, plan: Plan, named: Mapping[str, torch.Tensor], key: RandomKey
+) -> dict[ValueId, torch.Tensor]:
     found: dict[ValueId, torch.Tensor] = {}
     for value in dag.values.values():
         if value.role is Role.SEED:
             pieces = plan.num_replicas * plan.num_microbatches
-            weighted = dag.loss_kind is LossKind.WEIGHTED
-            seed = 1.0 if weighted else 1.0 / pieces
-            found[value.id] = torch.tensor(seed, dtype=torch.float64)
-        elif value.name in named and value.role in (Role.PARAMETER, Role.BUFFER, Role.INPUT):
+            seed = 1.0 if dag.loss_kind is LossKind.WEIGHTED else 1.0 / pieces
+            found[value.id] = torch.tensor(seed, dtype=torch_dtype(value.spec.dtype))
+        elif value.role in (Role.PARAMETER, Role.BUFFER, Role.INPUT):
             found[value.id] = named[value.name]
-    for node in dag.chunks():
-        assert isinstance(node.work, Call)
-        function = chunk_function(dag.bodies[node.work.body], plan.bindings, CPU)
-        results = function([found[v] for v in node.inputs], None)
-        found.update(zip(node.outputs, results, strict=True))
+    with torch.no_grad():
+        for chunk in (dag.nodes[n] for n in topological_order(dag)):
+            if not isinstance(chunk.work, Call):
+                continue
+            function = chunk_function(dag.bodies[chunk.work.body], plan.bindings, CPU)
+            mine = replace_struct(key, ordinals=chunk.work.rng)
+            results = function([found[v] for v in chunk.inputs], mine)
+            found.update(zip(chunk.outputs, results, strict=True))
     return found
 
 
@@ -148,16 +209,16 @@ def differs(outcome: Outcome, expected: Outcome) -> str | None:
 # --- in process -----------------------------------------------------------------------------------
 
 
-def in_process(plan: Plan, dag: Dag, *, timeout: float) -> Outcome:
-    """Run *plan* with threads. Raises :class:`Failed` for a crash or a hang."""
+def in_process(plan: Plan, training: Training, *, timeout: float) -> Outcome:
+    """Run *plan* with threads. Raises :class:`FailedError` for a crash or a hang."""
     outcome = Outcome()
-    data = batches(dag.batch_size)
+    data = training.data
     with InProcessBackend(timeout=timeout, threads=1) as backend:
         try:
             backend.start(plan.num_devices)
-            backend.load("step", plan, signature(data[0]))
+            backend.load("step", plan, signature(data[0]), training.constants)
             optimizer = OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=RATE, momentum=MOMENTUM))
-            backend.initialise("step", weights_of(dag), optimizer)
+            backend.initialise("step", training.weights, optimizer)
             result = backend.run("step", data, first_step=0)
             for step in result.steps:
                 for name, values in step.values.items():
@@ -168,7 +229,7 @@ def in_process(plan: Plan, dag: Dag, *, timeout: float) -> Outcome:
                 for name, tensor in (*state.parameters.items(), *state.buffers.items()):
                     outcome.state[worker._rank, name] = tensor.detach().clone()
         except (PiperError, AssertionError, LookupError, ValueError, TypeError) as error:
-            raise Failed(f"{type(error).__name__}: {error}") from error
+            raise FailedError(f"{type(error).__name__}: {error}") from error
     return outcome
 
 
@@ -190,13 +251,15 @@ class _Device(TensorOperations):
         self.tensors = {}
         for info in self.mine.slots:
             if info.role in (Role.PARAMETER, Role.BUFFER):
-                self.tensors[info.name] = adversary.weights[info.name].clone()
+                tensor = (adversary.training.weights | adversary.training.constants)[info.name]
+                self.tensors[info.name] = tensor.clone()
         self.state = self
         self.sgd = Sgd(self.tensors)
         self.slots: list[torch.Tensor | None] = [None] * len(self.mine.slots)
         for slot, info in enumerate(self.mine.slots):
             if info.role is Role.SEED:
-                self.slots[slot] = torch.tensor(plan.seed_value, dtype=torch.float64)
+                dtype = torch_dtype(info.message.dtype)
+                self.slots[slot] = torch.full(info.message.shape, plan.seed_value, dtype=dtype)
             elif info.role in STATE:
                 self.slots[slot] = self.tensors[info.name]
         self.program: list[tuple[Instruction, Callable[[], Handle | None] | None]] = [
@@ -217,10 +280,9 @@ class _Device(TensorOperations):
         self.tensors[name].copy_(value)
 
     def batch_leaf(self, index, microbatch):
-        plan = self.adversary.plan
-        pieces = plan.num_replicas * plan.num_microbatches
-        leaf = self.adversary.batch[index]
-        return leaf.chunk(pieces)[microbatch] if pieces > 1 else leaf
+        plan, batch = self.adversary.plan, self.adversary.batch
+        (leaf,) = (leaf for leaf in plan.dag.batch if leaf.index == index)
+        return _rows_of(plan, leaf, flatten(batch)[leaf.name], microbatch)
 
     def releaser(self, stream) -> None:
         """Nothing is done for memory."""
@@ -247,20 +309,19 @@ class Adversary:
     received holds NaN until then.
     """
 
-    def __init__(self, plan: Plan, dag: Dag, *, seed: int, lax: bool) -> None:
+    def __init__(self, plan: Plan, training: Training, *, seed: int, lax: bool) -> None:
         self.plan = plan
         self.lax = lax
         self.random = random.Random(seed)
-        self.weights = weights_of(dag)
-        self.data = batches(dag.batch_size)
+        self.training = training
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        """All steps. Raises :class:`Failed` for a crash or a deadlock."""
+        """All steps. Raises :class:`FailedError` for a crash or a deadlock."""
         try:
             with torch.no_grad():
                 self.devices = [_Device(self, d) for d in range(self.plan.num_devices)]
-                for step in range(STEPS):
+                for step in range(len(self.training.data)):
                     self._step(step)
         except (
             PiperError,
@@ -271,14 +332,14 @@ class Adversary:
             RuntimeError,
             NotImplementedError,
         ) as error:
-            raise Failed(f"{type(error).__name__}: {error}") from error
+            raise FailedError(f"{type(error).__name__}: {error}") from error
         for device in self.devices:
             for name, tensor in device.tensors.items():
                 self.outcome.state[device.number, name] = tensor.clone()
         return self.outcome
 
     def _step(self, step: int) -> None:
-        self.batch = self.data[step]
+        self.batch = self.training.data[step]
         self.meetings: dict[tuple[str, int], list[tuple[int, int]]] = {}
         self.early: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self.speeds: dict[tuple[int, str], float] = {}
@@ -293,10 +354,10 @@ class Adversary:
                 self._advance(self.devices[device], stream)
         for device in self.devices:
             if device.next < len(device.program) or any(device.queues.values()):
-                raise Failed(f"device {device.number} hangs")
+                raise FailedError(f"device {device.number} hangs")
             for slot, info in enumerate(device.mine.slots):
                 if info.role not in STATE and device.slots[slot] is not None:
-                    raise Failed(f"device {device.number} leaks slot {slot}")
+                    raise FailedError(f"device {device.number} leaks slot {slot}")
 
     def _speed(self, device: int, stream: str | None) -> float:
         key = (device, stream or "host")
@@ -352,7 +413,9 @@ class Adversary:
             self.early[device.number, position] = self._read(device, instruction)
         for slot, message in zip(instruction.writes(), meeting.messages, strict=False):
             if meeting.role == "receive":
-                device.slots[slot] = torch.full(message.shape, torch.nan, dtype=torch.float64)
+                dtype = torch_dtype(message.dtype)
+                garbage = torch.nan if dtype.is_floating_point else 1 << 6
+                device.slots[slot] = torch.full(message.shape, garbage, dtype=dtype)
         if len(here) == len(meeting.members):
             self._meet(here)
 
@@ -380,7 +443,7 @@ class Adversary:
             else:
                 given[number] = self._read(device, instruction)
         if len(messages) != 1 or (len(roles) != 1 and roles != {"send", "receive"}):
-            raise Failed(f"members disagree: {roles} {messages}")
+            raise FailedError(f"members disagree: {roles} {messages}")
         for number, position in here:
             device = self.devices[number]
             instruction, _ = device.program[position]
@@ -404,16 +467,13 @@ class Adversary:
             device.happened.add(instruction.record)
 
 
-def harm(plan: Plan, dag: Dag, expected: Outcome, *, schedules: int) -> str | None:
+def harm(plan: Plan, training: Training, expected: Outcome, *, schedules: int) -> str | None:
     """How *plan* goes wrong under the adversary, in words; ``None`` if it never did."""
     for seed in range(schedules):
         try:
-            outcome = Adversary(plan, dag, seed=seed, lax=seed % 3 != 0).run()
-        except Failed as failure:
+            outcome = Adversary(plan, training, seed=seed, lax=seed % 3 != 0).run()
+        except FailedError as failure:
             return str(failure)
         if (difference := differs(outcome, expected)) is not None:
             return difference
     return None
-
-
-__all__ = ["Adversary", "Failed", "Outcome", "Slot", "differs", "harm", "in_process", "reference"]

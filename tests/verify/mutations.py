@@ -16,7 +16,9 @@ from piper.plan.model import Plan
 Program = list[Instruction]
 
 SLOT_FIELDS = frozenset({"slot", "buffer", "value", "scale"})
-SLOTS_FIELDS = frozenset({"inputs", "outputs", "slots", "totals", "left", "right", "gradients", "parameters"})
+SLOTS_FIELDS = frozenset(
+    {"inputs", "outputs", "slots", "totals", "left", "right", "gradients", "parameters"}
+)
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,10 @@ def _move_near(m: Mutator) -> Result:
 
 def _other_slot(m: Mutator) -> Result:
     def has_slots(x: Instruction) -> bool:
-        return any(f.name in SLOT_FIELDS | SLOTS_FIELDS and getattr(x, f.name) not in ((), None) for f in struct_fields(type(x)))
+        return any(
+            f.name in SLOT_FIELDS | SLOTS_FIELDS and getattr(x, f.name) not in ((), None)
+            for f in struct_fields(type(x))
+        )
 
     place = m.where(has_slots)
     instruction = m.at(place)
@@ -366,9 +371,7 @@ def _swap_transfers(m: Mutator) -> Result:
     devices = []
     for device in m.plan.devices:
         program = list(device.instructions)
-        at = [
-            i for i, x in enumerate(program) if hasattr(x, "sender") and x.node in (one, two)
-        ]
+        at = [i for i, x in enumerate(program) if hasattr(x, "sender") and x.node in (one, two)]
         if len(at) == 2:
             program[at[0]], program[at[1]] = program[at[1]], program[at[0]]
         devices.append(replace_struct(device, instructions=tuple(program)))

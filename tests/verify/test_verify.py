@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from msgspec.structs import replace as replace_struct
-from tests.verify.dags import chain
+from tests.verify.dags import chain, handed_out_view
 from tests.verify.plans import (
     CASES,
     case,
@@ -453,6 +453,24 @@ class TestLifetime:
         last = find(plan, 0, Compute, 7)
         text = texts(move(plan, 0, last, at), "lifetime")
         assert "stored the next step's value there" in text
+
+
+class TestViewsOfState:
+    def test_view_read_after_the_update_in_place(self):
+        """The update changes a parameter in place, and with it what an earlier chunk handed out as a view."""
+        plan = make(handed_out_view(), [Place({}, devices=[0])])
+        program = plan.devices[0].instructions
+        update = next(
+            i for i, x in enumerate(program) if isinstance(x, OptimizerStep) and x.names == ("w0",)
+        )
+        late = next(
+            i
+            for i, x in enumerate(program)
+            if isinstance(x, Compute) and "PP=2" in describe(plan.dag, x)
+        )
+        verify(plan)
+        assert late < update
+        assert "stored the next step's value" in texts(move(plan, 0, late, update), "lifetime")
 
 
 class TestContributions:

@@ -1,9 +1,12 @@
 """check: does a strategy compute what single-process training computes?"""
 
 import copy
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -21,7 +24,7 @@ from piper.capture.joint import LossFn
 from piper.directives.base import Directive
 from piper.errors import CheckError
 from piper.runtime.batch import Batch
-from piper.runtime.state import OptimizerFactory, OptimizerSpec, to_user_names
+from piper.runtime.state import ModelState, OptimizerFactory, OptimizerSpec, StateSnapshot
 
 TOLERANCE = 1e-10
 """Largest error that counts as equal, in float64."""
@@ -32,13 +35,16 @@ WHOLE_BATCH_TOLERANCE = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class StepErrors:
-    """Errors of one step against single-process training: of the loss, of each gradient on each device, of each updated parameter and buffer."""
+    """Errors of one step against single-process training: of the loss, and, on every device that holds one, of each gradient,
+    updated parameter, buffer, and tensor of the optimizer's state.
+    """
 
     step: int
     loss: float
     gradients: Errors
     parameters: Errors
     buffers: Errors
+    optimizer: Errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,8 @@ class CheckReport:
 
     @property
     def max_param_error(self) -> float:
-        """Largest relative error of an updated parameter or buffer."""
-        return max(max(s.parameters.worst, s.buffers.worst) for s in self.steps)
+        """Largest relative error of an updated parameter, buffer or optimizer state."""
+        return max(max(s.parameters.worst, s.buffers.worst, s.optimizer.worst) for s in self.steps)
 
     @property
     def ok(self) -> bool:
@@ -92,6 +98,7 @@ class CheckReport:
                 ("gradients", step.gradients),
                 ("parameters", step.parameters),
                 ("buffers", step.buffers),
+                ("optimizer state", step.optimizer),
             ):
                 if errors.by_name:
                     name = max(errors.by_name, key=errors.by_name.__getitem__)
@@ -126,9 +133,12 @@ def check(
 ) -> CheckReport:
     """Train a float64 copy of *model* for *steps* steps under *strategy*, and in one process, and compare.
 
-    *batch* is a global batch, or a function of the step. Compared after each step: the loss, every gradient on every device that has one, every
-    parameter and buffer. *backend* defaults to threads of this process. Raises what :func:`piper.compile` raises.
+    *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on every device that holds a copy, every
+    gradient, parameter, buffer and optimizer state. *backend* defaults to threads of this process; its workers must be threads,
+    since the gradients are seen there. Raises what :func:`piper.compile` raises.
     """
+    if steps < 1:
+        raise CheckError(f"steps must be at least 1 to compare anything, found {steps}")
     model = copy.deepcopy(model).double()
 
     def fetch(step: int) -> Batch:
@@ -147,9 +157,8 @@ def check(
     observed = OptimizerSpec(optimizer, groups, lr_schedule, tap.observe)
     errors: list[StepErrors] = []
     loss = 0.0
-    with Trainer(
-        programs, program, backend or InProcessBackend(), tensors, observed, seed
-    ) as trainer:
+    chosen = backend or InProcessBackend()
+    with Trainer(programs, program, chosen, tensors, observed, seed) as trainer:
         for step in range(steps):
             current = fetch(step)
             result = trainer.step(*current)
@@ -157,13 +166,13 @@ def check(
             expected = reference.step(current, plan.num_replicas * plan.num_microbatches, step)
             if step == 0:
                 loss = expected.loss
+            copies = chosen.copies()
             errors.append(
                 StepErrors(
                     step=step,
                     loss=scalar_error(result.loss, expected.loss),
-                    gradients=tap.compare(expected.gradients),
-                    parameters=compare(*_parameters(trainer, reference)),
-                    buffers=compare(*_buffers(trainer, reference)),
+                    gradients=tap.compare(expected.gradients, copies),
+                    **_state_errors(copies, reference.state),
                 )
             )
     return CheckReport(tuple(errors), tolerance, scalar_error(whole, loss))
@@ -181,40 +190,86 @@ class _Tap:
         with self._lock:
             self._found.extend((n, g.detach().clone()) for n, g in gradients.items())
 
-    def compare(self, expected: Mapping[str, torch.Tensor]) -> Errors:
-        """The worst error of each gradient over all devices, since the last call."""
-        copies: dict[str, list[torch.Tensor]] = {}
+    def compare(
+        self, expected: Mapping[str, torch.Tensor], copies: Sequence[StateSnapshot]
+    ) -> Errors:
+        """The worst error of each gradient over all devices, since the last call.
+
+        Each of *copies* that holds a parameter must have been given its gradient, once.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
         for name, gradient in self._found:
-            copies.setdefault(name, []).append(gradient)
+            found.setdefault(name, []).append(gradient)
         self._found = []
-        rounds = max((len(c) for c in copies.values()), default=1)
-        worst: dict[str, float] = {}
-        for i in range(rounds):
-            found = {n: c[min(i, len(c) - 1)] for n, c in copies.items()}
-            for name, error in compare(found, expected).by_name.items():
-                worst[name] = max(error, worst.get(name, 0.0))
-        return Errors(worst)
+        holders = Counter(name for held in copies for name in held.parameters)
+        rounds = max((len(gradients) for gradients in found.values()), default=1)
+        worst = _worst(
+            ({n: g[min(i, len(g) - 1)] for n, g in found.items()} for i in range(rounds)), expected
+        )
+        miscounted = [n for n, gradients in found.items() if len(gradients) != holders[n]]
+        return Errors({**worst.by_name, **dict.fromkeys(miscounted, math.inf)})
 
 
-def _parameters(
-    trainer: Trainer, reference: Reference
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    dag = trainer.dag
-    state = trainer.state_dict()
-    expected = to_user_names(
-        {n: p.detach() for n, p in reference.state.parameters.items()}, dag.parameters
+def _worst(
+    copies: Iterable[Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]
+) -> Errors:
+    """The worst error of each tensor over all *copies*, each of which is compared as a whole."""
+    worst: dict[str, float] = {}
+    for found in copies:
+        for name, error in compare(found, expected).by_name.items():
+            worst[name] = max(error, worst.get(name, 0.0))
+    return Errors(worst)
+
+
+class _StateErrors(TypedDict):
+    parameters: Errors
+    buffers: Errors
+    optimizer: Errors
+
+
+def _state_errors(copies: Sequence[StateSnapshot], state: ModelState) -> _StateErrors:
+    """What is wrong with each device's copies; a name that no device holds is infinitely wrong."""
+    expected = state.snapshot([*state.parameters, *state.buffers], optimizer=True)
+    return _StateErrors(
+        parameters=_held_errors([c.parameters for c in copies], expected.parameters),
+        buffers=_held_errors([c.buffers for c in copies], expected.buffers),
+        optimizer=_optimizer_errors(copies, expected),
     )
-    return {n: state[n] for n in expected}, expected
 
 
-def _buffers(
-    trainer: Trainer, reference: Reference
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    dag = trainer.dag
-    state = trainer.state_dict()
-    persistent = {n: b for n, b in reference.state.buffers.items() if dag.buffers[n].persistent}
-    expected = to_user_names(persistent, dag.buffers)
-    return {n: state[n] for n in expected}, expected
+def _held_errors(
+    copies: Sequence[Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]
+) -> Errors:
+    """Errors of what each device holds. Norms count among all of *expected*, not only what is held."""
+    held = {name for copy in copies for name in copy}
+    everything = [{**expected, **copy} for copy in copies]
+    missing = dict.fromkeys(expected.keys() - held, math.inf)
+    return Errors({**_worst(everything, expected).by_name, **missing})
+
+
+def _optimizer_errors(copies: Sequence[StateSnapshot], expected: StateSnapshot) -> Errors:
+    """Errors of the optimizer's tensors and numbers, each kind of state by itself."""
+    wanted = _by_kind(expected)
+    errors: dict[str, float] = {}
+    for held in copies:
+        own = _by_kind(held)
+        for kind in wanted.keys() | own.keys():
+            all_ = wanted.get(kind, {})
+            elsewhere = {n: t for n, t in all_.items() if n not in held.parameters}
+            for name, error in compare({**elsewhere, **own.get(kind, {})}, all_).by_name.items():
+                key = f"{kind} of {name}"
+                errors[key] = max(error, errors.get(key, 0.0))
+    return Errors(errors)
+
+
+def _by_kind(snapshot: StateSnapshot) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's state by key, then by parameter; numbers as tensors."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, entries in (snapshot.optimizer.state if snapshot.optimizer else {}).items():
+        for key, value in entries.items():
+            if isinstance(value, (torch.Tensor, int, float)):
+                found.setdefault(key, {})[name] = torch.as_tensor(value)
+    return found
 
 
 def _double(tree: object) -> object:

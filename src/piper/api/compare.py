@@ -13,8 +13,8 @@ construction are rounding errors, not results."""
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors by name, ``|a - b| / max(|b|, FLOOR * largest |b|)`` in the 2-norm; a NaN is infinitely wrong, as
-    is a tensor that exists on one side only.
+    """Relative errors by name, ``|a - b| / max(|b|, FLOOR * largest |b|)`` in the 2-norm; a NaN, an infinity that the other side
+    does not have, and a tensor that exists on one side only are infinitely wrong. Never NaN.
     """
 
     by_name: Mapping[str, float]
@@ -27,11 +27,12 @@ class Errors:
 
 def compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Errors:
     """Errors of *found* against *expected*, for every name of either."""
-    floor = FLOOR * max((_norm(t) for t in expected.values()), default=0.0)
+    norms = [_norm(t) for t in expected.values()]
+    floor = FLOOR * max((n for n in norms if math.isfinite(n)), default=0.0)
     errors: dict[str, float] = {}
     for name in sorted(found.keys() | expected.keys()):
         if name not in found or name not in expected or found[name].shape != expected[name].shape:
-            errors[name] = float("inf")
+            errors[name] = math.inf
         else:
             errors[name] = _error(found[name], expected[name], floor)
     return Errors(errors)
@@ -50,9 +51,11 @@ def _error(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
     wide = torch.complex128 if expected.is_complex() else torch.float64
     distance = _norm(found.to(wide) - expected.to(wide))
     scale = max(_norm(expected), floor)
-    if math.isnan(distance) or math.isnan(scale):
-        return float("inf")
-    return distance / scale if scale else float("inf") if distance else 0.0
+    if not distance:
+        return 0.0
+    if not math.isfinite(distance) or not math.isfinite(scale) or not scale:
+        return math.inf  # the quotient would be a NaN, which no comparison holds against a result
+    return distance / scale
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -36,7 +36,8 @@ class Programs:
     """Makes and keeps the programs of one model under one strategy.
 
     ``batch_dims`` is that of :func:`piper.capture`. A model whose graph does not hold for the strategy's microbatch
-    size is captured again at that size.
+    size is captured again at that size. So is one whose modules have changed between training and evaluation mode, or
+    some of whose parameters were frozen.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Programs:
     ) -> None:
         self.model, self.loss_fn, self.batch_dims = model, loss_fn, batch_dims
         self.strategy = tuple(strategy)
-        self._made: dict[tuple[str, Signature], Program] = {}
+        self._made: dict[tuple[str, Signature, tuple[bool, ...]], Program] = {}
 
     def training(self, batch: Batch) -> Program:
         """The program of a training step on batches like *batch*."""
@@ -62,10 +63,11 @@ class Programs:
 
     def _get(self, mode: str, batch: Batch, strategy: Sequence[Directive]) -> Program:
         found = signature(batch)
-        if (mode, found) not in self._made:
+        known = (mode, found, _flags(self.model))
+        if known not in self._made:
             key = f"{mode}-{len(self._made)}"
-            self._made[mode, found] = self._make(key, batch, found, strategy, grad=mode == "train")
-        return self._made[mode, found]
+            self._made[known] = self._make(key, batch, found, strategy, grad=mode == "train")
+        return self._made[known]
 
     def _make(
         self,
@@ -95,6 +97,12 @@ class Programs:
             batch_size=size,
             grad=grad,
         )
+
+
+def _flags(model: torch.nn.Module) -> tuple[bool, ...]:
+    """What a graph takes from the model besides its tensors: which modules are in training mode, which parameters are trained."""
+    trained = (parameter.requires_grad for parameter in model.parameters())
+    return (*(module.training for module in model.modules()), *trained)
 
 
 @contextmanager

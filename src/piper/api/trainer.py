@@ -64,6 +64,7 @@ class Trainer:
     ) -> None:
         self._programs, self._backend, self._seed = programs, backend, seed
         self._train = program
+        self._trained = _trained(program)
         self._loaded: set[str] = set()
         self._step = 0
         self._closed = False
@@ -257,6 +258,11 @@ class Trainer:
         if self._closed:
             raise StateError("this trainer is closed; compile a new one")
         if program.key not in self._loaded:
+            if thawed := sorted(_trained(program) - self._trained):
+                raise StateError(
+                    f"parameter {thawed[0]!r} did not require a gradient when the trainer was made, so the optimizer does not know "
+                    "it; compile a new trainer, or make it with the parameter trained and freeze it afterwards"
+                )
             with self._closing_on_error():
                 self._backend.load(program.key, program.plan, program.signature, program.constants)
             self._loaded.add(program.key)
@@ -293,6 +299,10 @@ def _combine(kind: LossKind, losses: Mapping[int, float], weights: Mapping[int, 
         return total / len(losses)
     weight = sum(weights[m] for m in sorted(weights))
     return total / weight if weight else math.nan
+
+
+def _trained(program: Program) -> set[str]:
+    return {n for n, p in program.plan.dag.parameters.items() if p.requires_grad}
 
 
 def _tokens(batch: Batch, rows: int | None) -> int:

@@ -20,7 +20,9 @@ BACKENDS.add("ray", _ray)
 
 
 def make_backend(backend: str | Backend, **options: object) -> Backend:
-    """The backend of that name, with its keyword options; one that was made already is returned as it is."""
+    """The backend of that name, with its keyword options; one that was made already is returned as
+    it is.
+    """
     if not isinstance(backend, str):
         return backend
     return BACKENDS[backend](**options)

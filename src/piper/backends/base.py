@@ -1,7 +1,7 @@
 """What the API needs from a backend, and what all backends share.
 
-A backend owns one worker per device. The driver loads plans, gives the workers their state and runs steps;
-whatever a step needs was shipped before it. One driver thread uses a backend at a time.
+A backend owns one worker per device. The driver loads plans, gives the workers their state and runs
+steps; whatever a step needs was shipped before it. One driver thread uses a backend at a time.
 """
 
 import traceback
@@ -24,6 +24,7 @@ from piper.errors import (
 )
 from piper.ir.dag import Parameter, Role
 from piper.ops.load_input import LoadInput
+from piper.ops.update import OptimizerStep
 from piper.ops.write_buffer import WriteBuffer
 from piper.plan.model import DevicePlan, Plan
 from piper.registry import Registry
@@ -48,8 +49,8 @@ PlanKey: TypeAlias = str
 class StepResult:
     """What the workers reported of one step.
 
-    ``values[name][microbatch]`` is a reported scalar: ``loss`` and, for a weighted loss, ``weight``, by global
-    microbatch number. ``seconds`` is the time of the slowest worker.
+    ``values[name][microbatch]`` is a reported scalar: ``loss`` and, for a weighted loss,
+    ``weight``, by global microbatch number. ``seconds`` is the time of the slowest worker.
     """
 
     step: int
@@ -61,8 +62,8 @@ class StepResult:
 class RunResult:
     """The completed steps, in order.
 
-    ``stopped_at`` is the step whose batch did not have the plan's signature, with the ``signature`` that was
-    found; no device has begun that step. Both are ``None`` when all steps were run.
+    ``stopped_at`` is the step whose batch did not have the plan's signature, with the ``signature``
+    that was found; no device has begun that step. Both are ``None`` when all steps were run.
     """
 
     steps: tuple[StepResult, ...]
@@ -71,17 +72,20 @@ class RunResult:
 
 
 class Backend(Protocol):
-    """Runs plans on devices. Use: ``start``, ``load``, ``initialise``, then anything, at last ``close``.
+    """Runs plans on devices. Use: ``start``, ``load``, ``initialise``, then anything, at last
+    ``close``.
 
-    Every method raises the root cause of what failed on a worker: a :class:`~piper.errors.RunError` that names
-    device, node, microbatch and instruction, with the original traceback in its text. After that the backend
-    is closed: no worker is left, every later call raises :class:`~piper.errors.RunError` that says why.
+    Every method raises the root cause of what failed on a worker: a :class:`~piper.errors.RunError`
+    that names device, node, microbatch and instruction, with the original traceback in its text.
+    After that the backend is closed: no worker is left, every later call raises
+    :class:`~piper.errors.RunError` that says why.
     """
 
     def start(self, num_devices: int) -> None:
         """Start one worker per device.
 
-        Raises :class:`~piper.errors.ConfigError` before any worker is started when there are too few devices.
+        Raises :class:`~piper.errors.ConfigError` before any worker is started when there are too
+        few devices.
         """
 
     def load(
@@ -91,19 +95,23 @@ class Backend(Protocol):
         signature: Signature,
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Ship *plan*, for global batches of *signature*, to all workers under *key* and make it ready to run.
+        """Ship *plan*, for global batches of *signature*, to all workers under *key* and make it
+        ready to run.
 
-        *constants* are the values of buffers that this plan alone has (tensors that capture found); they belong to the plan, not
-        to the state. A plan loaded after ``initialise`` may else use only parameters and buffers that its device holds.
+        *constants* are the values of buffers that this plan alone has (tensors that capture found);
+        they belong to the plan, not to the state. A plan loaded after ``initialise`` may else use
+        only parameters and buffers that its device holds.
         """
 
     def initialise(
         self, key: PlanKey, weights: Weights, optimizer: OptimizerSpec | None = None
     ) -> None:
-        """Give every device the parameters and buffers that the loaded plan *key* uses there, and an optimizer for them.
+        """Give every device the parameters and buffers that the loaded plan *key* uses there, and
+        an optimizer for them.
 
-        What the plan uses nowhere is held by device 0, so that the snapshot is complete. *weights* is a mapping of
-        tensors by name, or a function from names to such a mapping that the workers call.
+        What the plan uses nowhere is held by device 0, so that the snapshot is complete. *weights*
+        is a mapping of tensors by name, or a function from names to such a mapping that the workers
+        call.
         """
 
     def run(
@@ -115,11 +123,12 @@ class Backend(Protocol):
         num_steps: int | None = None,
         seed: int = 0,
     ) -> RunResult:
-        """Run steps ``first_step`` to ``first_step + num_steps - 1`` of plan *key*, one call per worker.
+        """Run steps ``first_step`` to ``first_step + num_steps - 1`` of plan *key*, one call per
+        worker.
 
-        *data* is a list of global batches, one per step (*num_steps* may be left out), or a function of the step that
-        is called by the workers that load inputs. A step whose batch has another signature than the plan ends the run
-        before that step, on all devices alike.
+        *data* is a list of global batches, one per step (*num_steps* may be left out), or a
+        function of the step that is called by the workers that load inputs. A step whose batch has
+        another signature than the plan ends the run before that step, on all devices alike.
         """
 
     def snapshot(self, *, optimizer: bool = True) -> StateSnapshot:
@@ -131,7 +140,8 @@ class Backend(Protocol):
     def restore(self, snapshot: StateSnapshot) -> None:
         """Overwrite the devices' state with *snapshot*, whatever layout it was taken from.
 
-        Raises :class:`~piper.errors.StateError` for missing, unexpected or misshapen entries, before anything is changed.
+        Raises :class:`~piper.errors.StateError` for missing, unexpected or misshapen entries,
+        before anything is changed.
         """
 
     def close(self) -> None:
@@ -146,7 +156,9 @@ BACKENDS: Registry[BackendFactory] = Registry("backend", ConfigError)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a worker's call failed: a report that crosses process boundaries. ``kind`` is the class to raise."""
+    """Why a worker's call failed: a report that crosses process boundaries. ``kind`` is the class
+    to raise.
+    """
 
     device: int
     kind: type[PiperError]
@@ -213,7 +225,8 @@ class WorkerBackend(ABC):
 
     @abstractmethod
     def _call(self, method: str, arguments: Sequence[Mapping[str, object]]) -> list[object]:
-        """Call *method* on every worker, worker i with keywords ``arguments[i]``; the results, by device.
+        """Call *method* on every worker, worker i with keywords ``arguments[i]``; the results, by
+        device.
 
         Raises the root cause when any call fails, after the workers were stopped.
         """
@@ -258,6 +271,9 @@ class WorkerBackend(ABC):
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """See :class:`Backend`."""
+        if self._holdings is not None:
+            _refuse_missing_copies(plan, self._holdings, frozenset(constants or ()))
+            _refuse_stale_copies(plan, self._holdings)
         if plan.num_devices != self._num_devices:
             raise ConfigError(
                 f"the plan is for {plan.num_devices} devices, the backend has {self._num_devices}; start the backend "
@@ -392,6 +408,39 @@ class WorkerBackend(ABC):
             for held in dict.fromkeys(names)
         }
         return [parts[held] for held in names]
+
+
+def _refuse_missing_copies(plan: Plan, holdings: _Holdings, constants: frozenset[str]) -> None:
+    """Refuse a plan that uses a parameter or buffer on a device that does not hold it."""
+    for mine in _by_device(plan):
+        held = constants.union(holdings.names[mine.device])
+        if missing := [name for name in _state_names(mine) if name not in held]:
+            raise StateError(
+                f"the plan for this batch uses {missing[0]!r} on device {mine.device}, which holds no parameter or buffer of that name: the "
+                f"first plan does not use it there. Begin with a batch that uses it, or place its regions on one device"
+            )
+
+
+def _refuse_stale_copies(plan: Plan, holdings: _Holdings) -> None:
+    """Refuse a plan that writes a parameter or buffer on some of the devices that hold it, but not
+    on all.
+    """
+    written: dict[str, set[int]] = {}
+    for mine in plan.devices:
+        for instruction in mine.instructions:
+            if isinstance(instruction, OptimizerStep):
+                names: tuple[str, ...] = instruction.names
+            else:
+                names = (instruction.name,) if isinstance(instruction, WriteBuffer) else ()
+            for name in names:
+                written.setdefault(name, set()).add(mine.device)
+    for name, devices in written.items():
+        holders = {device for device, names in enumerate(holdings.names) if name in names}
+        if stale := sorted(holders - devices):
+            raise StateError(
+                f"{name!r} is held by devices {sorted(holders)}, but the plan for this batch writes it on {sorted(devices)} only: the "
+                f"copy on {stale} would be out of date. Use it in the same regions at every step, or place these on one device"
+            )
 
 
 def _by_device(plan: Plan) -> list[DevicePlan]:

@@ -17,8 +17,9 @@ from piper.runtime.worker import Worker
 class InProcessBackend(WorkerBackend):
     """Implements :class:`~piper.backends.base.Backend` with threads and in-memory communicators.
 
-    *timeout*, *delay*, *poison* and *delay_seed* are the hub's (see :class:`~piper.devices.memory.Hub`). *threads* is the
-    number of threads that one device computes with (default: the machine's cores divided among the devices).
+    *timeout*, *delay*, *poison* and *delay_seed* are the hub's (see
+    :class:`~piper.devices.memory.Hub`). *threads* is the number of threads that one device computes
+    with (default: the machine's cores divided among the devices).
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Every device a Ray actor: a process of this machine, or of a cluster. The driver is the central scheduler."""
+"""Every device a Ray actor: a process of this machine, or of a cluster. The driver is the central
+scheduler.
+"""
 
 import atexit
 import logging
@@ -11,7 +13,7 @@ from typing import TypeAlias, cast
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch._C._distributed_c10d import TCPStore
@@ -31,7 +33,9 @@ _GRACE = 0.5
 """Seconds that the other workers get to report, once a real cause is known."""
 
 _SEARCH = 8.0
-"""Seconds to wait for the real cause when a worker only lost its peer. (Ray notices a death within about a second.)"""
+"""Seconds to wait for the real cause when a worker only lost its peer. (Ray notices a death within
+about a second.)
+"""
 
 _PLACEMENT = 60.0
 """Seconds within which the cluster must give the workers their places."""
@@ -41,7 +45,9 @@ _Ref: TypeAlias = "ray.ObjectRef[object]"
 
 
 class _Actor:
-    """The process of one device. Its methods report failures as data: not every exception survives pickling."""
+    """The process of one device. Its methods report failures as data: not every exception survives
+    pickling.
+    """
 
     def __init__(self, rank: int, world_size: int, threads: int, timeout: float) -> None:
         torch.set_num_threads(threads)
@@ -88,15 +94,18 @@ class _Actor:
 
 
 class RayBackend(WorkerBackend):
-    """Implements :class:`~piper.backends.base.Backend` with one actor per device in a placement group.
+    """Implements :class:`~piper.backends.base.Backend` with one actor per device in a placement
+    group.
 
-    *address* is a Ray cluster's (``"auto"``: the one of this machine). Without it a Ray that the program has initialised is used,
-    and left running; else a local one is started, without dashboard, for as long as the backend lives. A local Ray counts as many CPUs
-    as there are devices, so that more devices than cores can be tried; they share the cores, which is logged.
+    *address* is a Ray cluster's (``"auto"``: the one of this machine); ``RAY_ADDRESS`` stands in
+    for it. A Ray that the program has initialised is used in any case, and left running. Without an
+    address a local one is started, without dashboard, for as long as the backend lives. A local Ray
+    counts as many CPUs as there are devices, so that more devices than cores can be tried; they
+    share the cores, which is logged.
 
-    *threads* is the number of threads that one device computes with (default: this machine's cores divided among the devices).
-    *cpus_per_device* is what each actor asks the cluster for. *timeout* (seconds) bounds every wait for a peer. *worker_logs*
-    shows what the workers print.
+    *threads* is the number of threads that one device computes with (default: this machine's cores
+    divided among the devices). *cpus_per_device* is what each actor asks the cluster for. *timeout*
+    (seconds) bounds every wait for a peer. *worker_logs* shows what the workers print.
     """
 
     def __init__(
@@ -124,6 +133,12 @@ class RayBackend(WorkerBackend):
             self._init_ray(num_devices)
         self._check_capacity(num_devices)
         group = self._place(num_devices)
+        try:
+            self._start_actors(group, num_devices)
+        except RayError as error:
+            raise RunError(f"the workers could not be started: {error}") from error
+
+    def _start_actors(self, group: PlacementGroup, num_devices: int) -> None:
         threads = self._threads or max(1, (os.cpu_count() or 1) // num_devices)
         actor = ray.remote(_Actor)
         for rank in range(num_devices):
@@ -140,9 +155,10 @@ class RayBackend(WorkerBackend):
         ray.get([actor.join.remote(host, port) for actor in self._actors])
 
     def _init_ray(self, num_devices: int) -> None:
-        if self._address is not None:
+        address = self._address or os.environ.get("RAY_ADDRESS")
+        if address is not None:
             ray.init(
-                address=self._address,
+                address=address,
                 logging_level=logging.ERROR,
                 log_to_driver=self._worker_logs,
             )
@@ -156,6 +172,7 @@ class RayBackend(WorkerBackend):
                 )
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             ray.init(
+                address="local",
                 num_cpus=max(cores, num_devices),
                 include_dashboard=False,
                 logging_level=logging.ERROR,
@@ -240,6 +257,14 @@ def _result(ref: _Ref, rank: int) -> object:
     try:
         return ray.get(ref)
     except RayActorError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next((line for line in lines if "exit" in line.lower()), lines[-1])
-        return Failure(rank, RunError, f"device {rank}: its worker process died: {reason}")
+        return Failure(rank, RunError, f"device {rank}: its worker process died: {_reason(error)}")
+
+
+def _reason(error: RayActorError) -> str:
+    """The part of Ray's report that says how; its list of common causes is long and general."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = next((line for line in lines if "exit detail" in line.lower()), lines[-1])
+    return (
+        f"{reason.partition(' Some common causes')[0]} It was killed, ran out of memory, or crashed in native code: see "
+        f"the workers' logs in Ray's session folder (/tmp/ray/session_latest/logs)"
+    )

@@ -9,6 +9,7 @@ from piper.capture.batch import flatten_batch
 from piper.capture.joint import LossFn, capture_joint
 from piper.capture.partition import Captured, partition
 from piper.ir.dag import Dag
+from piper.pausing import collector_paused
 
 __all__ = ["Captured", "annotate", "annotate_module", "capture", "capture_with_constants"]
 
@@ -50,5 +51,6 @@ def capture_with_constants(
 ) -> Captured:
     """Like :func:`capture`, with the values of the DAG's constant buffers."""
     batch = flatten_batch(model.forward, example_batch, batch_dims)
-    joint = capture_joint(model, loss_fn, batch, batch_size=batch_size, grad=grad)
-    return partition(joint, batch)
+    with collector_paused():
+        joint = capture_joint(model, loss_fn, batch, batch_size=batch_size, grad=grad)
+        return partition(joint, batch)

@@ -7,9 +7,11 @@ from typing import TypeAlias
 
 import torch
 import torch.fx
+from torch._ops import OpOverload
 
-from piper.capture.joint import dim, is_random, size_argument
+from piper.capture.joint import is_random
 from piper.capture.operators import is_size, name
+from piper.capture.sizes import dim, size_argument
 from piper.dtypes import DType
 from piper.errors import CaptureError
 from piper.ir import body as ir
@@ -102,12 +104,12 @@ def _order(
 
 
 def _check_strides(node: Node, inputs: Sequence[Node]) -> None:
-    if name(node) != "aten.as_strided.default" or node.args[0] not in inputs:
+    if name(node) != "aten.as_strided.default":
         return
-    source = node.args[0].meta["val"]
-    if not source.is_contiguous():
+    source = node.all_input_nodes[0]
+    if source in inputs and not source.meta["val"].is_contiguous():
         raise CaptureError(
-            f"as_strided reads a tensor of shape {tuple(source.shape)} from another region, whose memory "
+            f"as_strided reads a tensor of shape {tuple(source.meta['val'].shape)} from another region, whose memory "
             f"layout is not kept between devices; call .contiguous() first, or use view, reshape, unfold"
         )
 
@@ -172,7 +174,7 @@ def check_operators(nodes: Iterable[Node]) -> None:
     for node in nodes:
         if node.op != "call_function" or is_size(node) or name(node) == "operator.getitem":
             continue
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             raise CaptureError(
                 f"the graph contains {node.target}, which is not a plain operator (control flow, flex "
                 f"attention and other higher-order operators are not supported); use plain tensor code"

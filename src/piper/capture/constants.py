@@ -29,10 +29,16 @@ class Constants:
 
 
 def find_constants(module: torch.fx.GraphModule) -> Constants:
-    """All constant tensors of the graph. A tensor used several times gets one name."""
+    """All constant tensors of the graph. A tensor used several times gets one name.
+
+    Constants with one value throughout become calls of ``aten.full`` in the graph.
+    """
     found = Constants({}, {}, {})
-    for node in module.graph.find_nodes(op="get_attr"):
+    for node in list(module.graph.find_nodes(op="get_attr")):
         value = constant_value(module, node)
+        if _is_uniform(value):
+            _replace_by_fill(node, value)
+            continue
         if (literal := _literal(value, node.name)) is not None:
             found.literals[node] = literal
             continue
@@ -41,6 +47,25 @@ def find_constants(module: torch.fx.GraphModule) -> Constants:
         found.tensors[key] = value
         found.names[node] = key
     return found
+
+
+def _is_uniform(value: torch.Tensor) -> bool:
+    return (
+        value.numel() > 0 and not value.is_complex() and bool((value == value.reshape(-1)[0]).all())
+    )
+
+
+def _replace_by_fill(node: Node, value: torch.Tensor) -> None:
+    graph = node.graph
+    with graph.inserting_before(node):
+        fill = graph.call_function(
+            torch.ops.aten.full.default,
+            (list(value.shape), value.reshape(-1)[0].item()),
+            {"dtype": value.dtype, "device": value.device, "pin_memory": False},
+        )
+    fill.meta = dict(node.meta)
+    node.replace_all_uses_with(fill)
+    graph.erase_node(node)
 
 
 def _literal(value: torch.Tensor, where: str) -> Literal | None:

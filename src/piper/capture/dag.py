@@ -10,15 +10,15 @@ from piper.capture.batch import Batch
 from piper.capture.bodies import ChunkCode, chunk_code, tensor_spec
 from piper.capture.constants import Constants
 from piper.capture.joint import (
-    SYMBOL,
     BatchInput,
     BufferInput,
     Joint,
     ParameterInput,
-    TensorState,
     is_random,
 )
 from piper.capture.regions import Layout
+from piper.capture.sizes import SYMBOL
+from piper.capture.states import TensorState
 from piper.ids import BodyId, NodeId, ValueId
 from piper.ir.body import Body, TensorSpec, body_id
 from piper.ir.dag import BatchLeaf, Buffer, Chunk, Dag, LossKind, Parameter, Role, Value

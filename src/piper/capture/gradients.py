@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 import torch.fx
+from torch._ops import OpOverload
 
 from piper.capture.annotate import RegionPath
 from piper.capture.joint import Joint, ParameterInput
@@ -69,7 +70,7 @@ def own_node(node: Node) -> Node:
     return _insert_after(node, torch.ops.aten.alias.default, (node,))
 
 
-def _insert_after(node: Node, target: torch._ops.OpOverload, args: tuple[Node, ...]) -> Node:
+def _insert_after(node: Node, target: OpOverload, args: tuple[Node, ...]) -> Node:
     graph = node.graph
     with graph.inserting_after(node):
         made = graph.call_function(target, args)

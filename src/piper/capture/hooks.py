@@ -3,6 +3,7 @@
 A hook that returns a gradient becomes operations of the graph. A hook that returns nothing only
 observes: it would run once, during the capture, and never again.
 """
+# ruff: noqa: SLF001 (private state of modules and tensors has no public accessor)
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from piper.errors import CaptureError
@@ -21,7 +23,7 @@ Hook: TypeAlias = Callable[..., object]
 def refuse_parameter_hooks(model: nn.Module) -> None:
     """Raise :class:`CaptureError` naming a parameter that carries a hook."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise CaptureError(
                 f"parameter {name!r} has a gradient hook, which distributed training would bypass. "
                 f"Remove it; transform the gradient in the optimizer, or hook the module or the "
@@ -31,8 +33,9 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def watched_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """While a model is captured, refuse backward hooks that return nothing.
+    """While a model is captured, refuse backward hooks that return nothing, and re-entrant checkpoints.
 
+    Inside a re-entrant checkpoint nothing would get a gradient.
     The hook dictionaries of *modules* are replaced; the caller restores them.
     """
     for module in modules:
@@ -48,10 +51,19 @@ def watched_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
         return handle
 
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    CheckpointFunction.apply = _refuse_reentry  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.Tensor.register_hook = original  # type: ignore[method-assign]
+        del CheckpointFunction.apply  # the inherited one shows again
+
+
+def _refuse_reentry(*_args: object) -> object:
+    raise CaptureError(
+        "re-entrant checkpointing cannot be captured. Call torch.utils.checkpoint.checkpoint(..., "
+        "use_reentrant=False), or leave checkpointing out and use piper.Recompute"
+    )
 
 
 def _must_return(hook: Hook, what: str) -> Hook:

@@ -1,19 +1,18 @@
 """Capture of model + loss as one joint forward-and-backward graph.
 
-The only module that touches private functions of torch: ``aot_export_joint_with_descriptors`` and its
-descriptors, fake tensors with a symbolic batch size, node annotations. The tested releases are in
-:data:`TESTED_TORCH`.
+With its helpers ``states``, ``sizes`` and ``explain``, the only place that touches private functions of
+torch: ``aot_export_joint_with_descriptors`` and its descriptors, fake tensors with a symbolic batch size,
+node annotations. The tested releases are in :data:`TESTED_TORCH`.
 """
+# ruff: noqa: SLF001 (private state of modules and tensors has no public accessor)
 
-import traceback
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeAlias
 
-import sympy
 import torch
 import torch.fx
 import torch.fx.traceback as fx_traceback
@@ -32,38 +31,32 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    GuardOnDataDependentSymNode,
     ShapeEnv,
-    StatelessSymbolicContext,
 )
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from piper.capture.annotate import RegionPath, RegionTrace, recording
 from piper.capture.batch import Batch
-from piper.capture.hooks import refuse_parameter_hooks, watched_hooks
+from piper.capture.explain import explained
+from piper.capture.hooks import refuse_parameter_hooks
 from piper.capture.simplify import simplify
+from piper.capture.sizes import batch_symbol, dim, size_guards
+from piper.capture.states import TensorState, fake_leaves, fake_model, model_states
 from piper.errors import CaptureError, PiperError
-from piper.ir.symbols import Dim, Expr
 
 TESTED_TORCH = ("2.13",)
 """Releases whose private functions are known to behave as this module expects."""
 
-SYMBOL = "B"
-"""Name of the batch size's symbol in every expression."""
-
 _KEY = "piper.region"
-_CAPTURE_DEVICE = torch.device("cpu")
+_FUNCTORCH_CONFIG = {"backward_pass_autocast": "off"}  # as .backward() outside of autocast
 
-LossFn: TypeAlias = Callable[[object, object], object]
+LossFn: TypeAlias = Callable[..., object]
 _Step: TypeAlias = tuple[torch.Tensor, ...]
 
 
@@ -97,22 +90,12 @@ Input: TypeAlias = ParameterInput | BufferInput | BatchInput | SeedInput
 
 
 @dataclass(frozen=True, slots=True)
-class TensorState:
-    """A parameter or buffer of the model: shape, type and every name under which it is registered."""
-
-    tensor: torch.Tensor
-    names: tuple[str, ...]
-    requires_grad: bool
-    persistent: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Joint:
     """One captured step.
 
     ``gradients`` has one entry per name of a trained parameter (a tied parameter has several), with
     ``None`` where the loss does not depend on it. ``leaves`` are stand-ins of the batch's tensors by leaf
-    number. ``size_guards`` are conditions on :data:`SYMBOL`,
+    number. ``size_guards`` are conditions on :data:`~piper.capture.sizes.SYMBOL`,
     ``symbolic`` is false when the batch size is the constant ``captured_size``.
     """
 
@@ -153,17 +136,6 @@ def sequence_number(node: torch.fx.Node) -> int | None:
     return number
 
 
-def size_argument(value: object) -> int | float | bool | Expr:
-    """A number of the graph as data: a constant, or an expression over :data:`SYMBOL`."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        expression = value.node.expr
-        if isinstance(value, torch.SymInt):
-            return dim(value)
-        return Expr(_print(expression))
-    assert isinstance(value, (int, float, bool))
-    return value
-
-
 def constant_value(module: torch.fx.GraphModule, node: torch.fx.Node) -> torch.Tensor:
     """The data of a constant of the graph; :class:`CaptureError` if there is none."""
     value = getattr(module, str(node.target))
@@ -175,32 +147,6 @@ def constant_value(module: torch.fx.GraphModule, node: torch.fx.Node) -> torch.T
             f"{node.name}); register it with register_buffer, or build it in the forward"
         )
     return value
-
-
-def dim(size: int | torch.SymInt) -> Dim:
-    """A size as data: an integer, or an expression over :data:`SYMBOL`."""
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    return int(expression) if expression.is_number else Expr(_print(expression))
-
-
-def _print(expression: sympy.Expr) -> str:
-    symbols = {
-        s: sympy.Symbol(SYMBOL, integer=True, positive=True) for s in expression.free_symbols
-    }
-    text: str = _Printer().doprint(expression.xreplace(symbols))
-    return text
-
-
-class _Printer(PythonPrinter):
-    """Python syntax of sizes; ``min`` and ``max`` as functions."""
-
-    def _print_Max(self, expr: sympy.Expr) -> str:  # noqa: N802 (sympy's naming)
-        return f"max({', '.join(self._print(a) for a in expr.args)})"
-
-    def _print_Min(self, expr: sympy.Expr) -> str:  # noqa: N802 (sympy's naming)
-        return f"min({', '.join(self._print(a) for a in expr.args)})"
 
 
 def capture_joint(
@@ -224,15 +170,14 @@ def capture_joint(
     hint = max(size or 2, 2) if batch_size is None else batch_size
     shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     fake = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    rows = _symbol(fake, hint) if batch_size is None and batch.size is not None else hint
-    leaves = _fake_leaves(fake, batch, rows)
-    parameters, buffers = _states(model)
-    with _fake_model(model, fake, grad=grad):
+    rows = batch_symbol(fake, hint) if batch_size is None and batch.size is not None else hint
+    leaves = fake_leaves(fake, batch, rows)
+    parameters, buffers = model_states(model)
+    with fake_model(model, fake, grad=grad):
         step = _StepModule(model, loss_fn, batch)
         graph_module = _trace(step, list(leaves.values()), fake)
         weighted = step.weighted
-    symbol = rows.node.expr if isinstance(rows, torch.SymInt) else None
-    symbolic = symbol is not None and symbol not in shape_env.replacements
+    symbolic = isinstance(rows, torch.SymInt) and not isinstance(dim(rows), int)
     _refuse_foreign_parameters(graph_module)
     simplify(graph_module.graph)
     joint = _describe(
@@ -243,7 +188,7 @@ def capture_joint(
         weighted=weighted,
         captured_size=hint,
         symbolic=symbolic,
-        size_guards=_guards(shape_env) if symbolic else (),
+        size_guards=size_guards(shape_env) if symbolic else (),
     )
     _refuse_random_backward(joint)
     if grad and not any(isinstance(i, SeedInput) for i in joint.inputs.values()):
@@ -263,123 +208,6 @@ def check_torch_version(version: str) -> None:
         f"piper captures models through private functions of torch and knows how they behave in torch "
         f"{', '.join(TESTED_TORCH)}; found torch {version}. Install a tested release"
     )
-
-
-def _symbol(fake: FakeTensorMode, hint: int) -> torch.SymInt:
-    context: StatelessSymbolicContext[..., object] = StatelessSymbolicContext(
-        dynamic_sizes=[DimDynamic.DYNAMIC]
-    )
-    seed = fake.from_tensor(torch.empty(hint), symbolic_context=context)
-    size = seed.shape[0]
-    assert isinstance(size, torch.SymInt)
-    return size
-
-
-def _fake_leaves(
-    fake: FakeTensorMode, batch: Batch, rows: int | torch.SymInt
-) -> dict[int, torch.Tensor]:
-    """Stand-ins for the tensor leaves by number, contiguous, the batch dimension *rows* long."""
-    made = {}
-    for index, leaf in enumerate(batch.leaves):
-        if not isinstance(leaf.value, torch.Tensor):
-            continue
-        sizes = list(leaf.value.shape)
-        if leaf.split:
-            sizes[0] = rows
-        with fake:
-            made[index] = torch.empty(sizes, dtype=leaf.value.dtype, device=_CAPTURE_DEVICE)
-    return made
-
-
-def _states(model: nn.Module) -> tuple[tuple[TensorState, ...], tuple[TensorState, ...]]:
-    """Parameters and buffers, each once, with all their names."""
-    transient = {
-        f"{prefix}.{key}" if prefix else key
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for key in module._non_persistent_buffers_set
-    }
-    parameters = _by_identity(model.named_parameters(remove_duplicate=False))
-    buffers = _by_identity(model.named_buffers(remove_duplicate=False))
-    for tensor, names in (*parameters, *buffers):
-        _refuse_exotic(tensor, names[0])
-    return (
-        tuple(TensorState(t, names, t.requires_grad) for t, names in parameters),
-        tuple(
-            TensorState(t, names, False, persistent=not transient.issuperset(names))
-            for t, names in buffers
-        ),
-    )
-
-
-def _by_identity(
-    named: Iterator[tuple[str, torch.Tensor]],
-) -> list[tuple[torch.Tensor, tuple[str, ...]]]:
-    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in named:
-        found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return [(tensor, tuple(names)) for tensor, names in found.values()]
-
-
-def _refuse_exotic(tensor: torch.Tensor, name: str) -> None:
-    if nn.parameter.is_lazy(tensor):
-        raise CaptureError(
-            f"{name!r} is not initialised yet: run the model once on an example, then capture it"
-        )
-    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
-        raise CaptureError(
-            f"{name!r} is a {type(tensor).__name__} with layout {tensor.layout}; piper places plain "
-            f"dense tensors itself: pass the model without sharding, quantisation or sparse weights"
-        )
-
-
-@contextmanager
-def _fake_model(model: nn.Module, fake: FakeTensorMode, *, grad: bool) -> Iterator[None]:
-    """Give *model* stand-ins for its parameters and buffers; afterwards restore everything.
-
-    Whatever the forward assigns to attributes of a module during the capture is undone too.
-    """
-    memo: dict[int, torch.Tensor] = {}
-    modules = list(model.modules())
-    saved = [(module, _snapshot(module)) for module in modules]
-    try:
-        for module in modules:
-            module._parameters = {
-                key: None if p is None else _stand_in(p, fake, memo, trained=grad)
-                for key, p in module._parameters.items()
-            }
-            module._buffers = {
-                key: None if b is None else _stand_in(b, fake, memo, trained=False)
-                for key, b in module._buffers.items()
-            }
-        with watched_hooks(modules):
-            yield
-    finally:
-        for module, attributes in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
-
-
-def _snapshot(module: nn.Module) -> dict[str, object]:
-    """The attributes of *module*; dictionaries (parameters, hooks, …) copied one level deep."""
-    return {
-        key: value.copy() if isinstance(value, dict) and key.startswith("_") else value
-        for key, value in vars(module).items()
-    }
-
-
-def _stand_in(
-    tensor: torch.Tensor, fake: FakeTensorMode, memo: dict[int, torch.Tensor], *, trained: bool
-) -> torch.Tensor:
-    if id(tensor) in memo:
-        return memo[id(tensor)]
-    with fake:
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CAPTURE_DEVICE
-        )
-        if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad and trained)
-    memo[id(tensor)] = made
-    return made
 
 
 class _StepModule(nn.Module):
@@ -439,12 +267,13 @@ class _StepModule(nn.Module):
         if not isinstance(loss, torch.Tensor):
             raise CaptureError(f"the loss sum must be a tensor, found {type(loss).__name__}")
         if isinstance(weight, (int, float, torch.SymInt)):
-            weight = torch.full((), weight, dtype=loss.dtype, device=loss.device)
+            # (torch's stubs do not say that a fill value may be symbolic)
+            weight = loss.new_full((), weight)  # type: ignore[arg-type]
         if not isinstance(weight, torch.Tensor):
             raise CaptureError(
                 f"the loss weight must be a number or scalar tensor, found {weight!r}"
             )
-        return _scalar(loss, "loss"), _scalar(weight.detach(), "loss weight").clone()
+        return _scalar(loss, "loss"), _scalar(weight.detach(), "loss weight")
 
 
 def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -455,8 +284,8 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
         )
     if what == "loss" and not tensor.is_floating_point():
         raise CaptureError(f"the loss must be a floating-point tensor, found {tensor.dtype}")
-    # An output that is a view would be described through its base.
-    return tensor.clone() if tensor._is_view() else tensor
+    # An output that is a view, or an input, would be described through that.
+    return tensor.clone() if tensor._is_view() or tensor.grad_fn is None else tensor
 
 
 def _trace(
@@ -464,20 +293,33 @@ def _trace(
 ) -> torch.fx.GraphModule:
     with ExitStack() as stack:
         stack.enter_context(_exporting())
-        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+        stack.enter_context(functorch_config.patch(_FUNCTORCH_CONFIG))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(tracing(TracingContext(fake)))
         stack.enter_context(fake)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(_quiet())
         try:
             exported = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
         except PiperError:
             raise
         except Exception as error:
-            raise _explained(error) from error
+            raise explained(error) from error
         return exported.graph_module
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own reports of a failing trace off the terminal: the error says it better."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager
@@ -490,56 +332,6 @@ def _exporting() -> Iterator[None]:
         yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
-
-
-def _explained(error: Exception) -> CaptureError:
-    """*error* as a capture error that names the user's line and a remedy."""
-    where = _user_line(error.__traceback__)
-    if isinstance(error, DataDependentOutputException):
-        return CaptureError(
-            f"{where}: the model turns a tensor's value into a Python number ({error.func}: .item(), "
-            f"bool(tensor), int(tensor) or control flow on it), but one graph serves every batch. "
-            f"Compute with tensors instead (torch.where, masks), or pass the number as a non-tensor input"
-        )
-    if isinstance(error, DynamicOutputShapeException):
-        return CaptureError(
-            f"{where}: {error.func} makes a tensor whose shape depends on the data. Use an operation "
-            f"with a fixed shape (torch.where with three arguments, masks, top-k, padding)"
-        )
-    if isinstance(error, GuardOnDataDependentSymNode):
-        return CaptureError(
-            f"{where}: a size depends on the data: {error}. Use fixed sizes and masks"
-        )
-    text = str(error)
-    if "use_reentrant" in text or "is incompatible with .grad()" in text:
-        return CaptureError(
-            f"{where}: re-entrant checkpointing cannot be captured. Call "
-            f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave checkpointing out "
-            f"and use piper.Recompute"
-        )
-    if "does not require grad" in text:
-        return CaptureError(f"the loss does not depend on any trained parameter ({text.strip()})")
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    return CaptureError(f"{where}: capturing the model failed: {type(error).__name__}: {first}")
-
-
-def _user_line(trace: TracebackType | None) -> str:
-    """``file:line (code)`` of the innermost frame that belongs neither to torch nor to piper."""
-    own = (torch.__path__[0], __file__.rsplit("/", 1)[0], "<")
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(own)]
-    if not frames:
-        return "in the model"
-    frame = frames[-1]
-    return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
-
-
-def _guards(shape_env: ShapeEnv) -> tuple[str, ...]:
-    """Conditions on the batch size under which the graph holds.
-
-    torch treats 0 and 1 specially, so a symbolic size is at least 2.
-    """
-    texts = [f"{SYMBOL} >= 2", *(_print(g.expr) for g in shape_env.guards)]
-    return tuple(text for text in dict.fromkeys(texts) if text != "True")
 
 
 def _refuse_foreign_parameters(module: torch.fx.GraphModule) -> None:
@@ -565,10 +357,6 @@ def _describe(
     size_guards: tuple[str, ...],
 ) -> Joint:
     """Read the descriptors of inputs and outputs."""
-    inputs = {
-        node: _input(node.meta["desc"], list(leaves))
-        for node in module.graph.find_nodes(op="placeholder")
-    }
     output = module.graph.output_node()
     results = pytree.tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
     plain: dict[int, torch.fx.Node] = {}
@@ -593,6 +381,10 @@ def _describe(
                 )
             case _:
                 raise CaptureError(f"the step returns something piper does not know: {descriptor}")
+    inputs = {
+        node: _input(node.meta["desc"], list(leaves))
+        for node in module.graph.find_nodes(op="placeholder")
+    }
     return Joint(
         module=module,
         inputs=inputs,
@@ -644,7 +436,4 @@ def _refuse_random_backward(joint: Joint) -> None:
 def is_random(node: torch.fx.Node) -> bool:
     """Whether *node* draws random numbers."""
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

@@ -18,13 +18,20 @@ def simplify(graph: torch.fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or is_size(node):
             continue
+        _drop_unread(node)
         if name(node).startswith(ASSERTIONS):
-            node.replace_all_uses_with(None)  # type: ignore[arg-type]
+            node.replace_all_uses_with(None)
             graph.erase_node(node)
         elif (same := _equal_to(node)) is not None:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _drop_unread(node: torch.fx.Node) -> None:
+    """The backward of batch norm in training takes the running statistics but does not read them."""
+    if name(node) == "aten.native_batch_norm_backward.default" and node.args[7] is True:
+        node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def _equal_to(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -15,7 +15,8 @@ from piper.ops.base import Handle
 class _Queue:
     """The communication in flight on one stream, oldest first.
 
-    ``bound`` counts the asynchronous instructions bound so far, ``completed`` those that completed in this step.
+    ``bound`` counts the asynchronous instructions bound so far, ``completed`` those that completed
+    in this step.
     """
 
     __slots__ = ("bound", "completed", "flying")
@@ -53,8 +54,9 @@ class _Queue:
 class CpuDevice(TensorOperations):
     """Compute runs inline; communication is asynchronous through its handles.
 
-    A stream is a queue of handles. Waiting for an event waits, in order, for the handles that were issued on its
-    stream up to there; an event of a stream without communication has always happened.
+    A stream is a queue of handles. Waiting for an event waits, in order, for the handles that were
+    issued on its stream up to there; an event of a stream without communication has always
+    happened.
     """
 
     kind: ClassVar[str] = "cpu"

@@ -13,10 +13,11 @@ from piper.ops.base import Handle, Tensor
 
 
 class CudaDevice(TensorOperations):
-    """Logical streams are CUDA streams, waits are CUDA events; the host only issues. Not yet run on a GPU.
+    """Logical streams are CUDA streams, waits are CUDA events; the host only issues. Not yet run on
+    a GPU.
 
-    A communication handle's ``wait`` makes the current CUDA stream wait, as torch's NCCL work does; so it is called right
-    after the launch, on the communication's own stream.
+    A communication handle's ``wait`` makes the current CUDA stream wait, as torch's NCCL work does;
+    so it is called right after the launch, on the communication's own stream.
     """
 
     kind: ClassVar[str] = "cuda"
@@ -67,7 +68,9 @@ class CudaDevice(TensorOperations):
         del stream
 
     def releaser(self, stream: Stream) -> Callable[[Tensor], None]:
-        """Memory may come from another stream's pool: it must not be reused before *stream* got here."""
+        """Memory may come from another stream's pool: it must not be reused before *stream* got
+        here.
+        """
         target = self._stream(stream)
         return lambda tensor: as_torch(tensor).record_stream(target)
 

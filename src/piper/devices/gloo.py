@@ -1,10 +1,12 @@
 """Communicators between processes, over gloo.
 
-One gloo process group per communicator, made directly over a store: there is no default group, and only members take part.
+One gloo process group per communicator, made directly over a store: there is no default group, and
+only members take part.
 
-Gloo fills a buffer from a message that is too short, or of another type, without a word. So a message between two members is a
-*frame*: the payload, then a trailer with a magic number, the message's number, and the tensor's type and shape, which the receiver
-compares with what it expects. (A message that is too long is fatal inside gloo: the receiving process ends.)
+Gloo fills a buffer from a message that is too short, or of another type, without a word. So a
+message between two members is a *frame*: the payload, then a trailer with a magic number, the
+message's number, and the tensor's type and shape, which the receiver compares with what it expects.
+(A message that is too long is fatal inside gloo: the receiving process ends.)
 """
 
 import struct
@@ -88,7 +90,7 @@ class _Layout:
         """Write the trailer."""
         kind = self.kind
         _TRAILER.pack_into(
-            memoryview(frame.numpy()),
+            frame.numpy().data,
             self.trailer,
             _MAGIC,
             number,
@@ -104,7 +106,7 @@ class _Layout:
     def check(self, frame: torch.Tensor, number: int, where: str) -> None:
         """Raise :class:`CommunicationError` unless the frame is whole, in turn and of this kind."""
         magic, found_number, code, ndim, *sizes = _TRAILER.unpack_from(
-            memoryview(frame.numpy()), self.trailer
+            frame.numpy().data, self.trailer
         )
         if magic != _MAGIC:
             raise CommunicationError(
@@ -130,7 +132,9 @@ class _Layout:
 
 
 class _Work:
-    """A gloo operation in flight. *keep* stays alive until it is complete; *finish* runs once after it."""
+    """A gloo operation in flight. *keep* stays alive until it is complete; *finish* runs once after
+    it.
+    """
 
     __slots__ = ("_complete", "_finish", "_keep", "_what", "_work")
 
@@ -257,7 +261,9 @@ class GlooCommunicator:
         return layout.payload(frame), handle
 
     def all_reduce(self, flat: Tensor) -> _Work:
-        """Sum in place. Gloo reduces each part on one member and copies it to the others: same bits everywhere."""
+        """Sum in place. Gloo reduces each part on one member and copies it to the others: same bits
+        everywhere.
+        """
         target = as_torch(flat)
         plain = _summable(target)
         options = dist.AllreduceOptions()

@@ -1,7 +1,8 @@
 """Communicators between threads of one process.
 
-Rendezvous semantics: a send completes when its receive is posted, a collective when all members called it. Data moves when the
-receiver waits, in the receiver's thread: a missing wait shows as missing data. Collectives combine in order of rank.
+Rendezvous semantics: a send completes when its receive is posted, a collective when all members
+called it. Data moves when the receiver waits, in the receiver's thread: a missing wait shows as
+missing data. Collectives combine in order of rank.
 """
 
 import random
@@ -29,8 +30,9 @@ Deliver: TypeAlias = Callable[[], None]
 class Hub:
     """What the communicators of one process share: the lock, the mailboxes, the end of the run.
 
-    *delay* (seconds, for tests) makes everything complete at a random time up to that much later; *poison* fills receive
-    buffers with NaN until their message is there. *timeout* bounds every wait.
+    *delay* (seconds, for tests) makes everything complete at a random time up to that much later;
+    *poison* fills receive buffers with NaN until their message is there. *timeout* bounds every
+    wait.
     """
 
     def __init__(
@@ -161,8 +163,8 @@ class _Mailbox:
 class _Call:
     """One member's call of a collective.
 
-    ``agreed`` must be the same on every member. ``parts`` is what it contributes; ``combine`` turns all members' calls, by rank,
-    into its own result.
+    ``agreed`` must be the same on every member. ``parts`` is what it contributes; ``combine`` turns
+    all members' calls, by rank, into its own result.
     """
 
     agreed: tuple[object, ...]
@@ -240,8 +242,8 @@ class InMemoryCommunicator:
         expected, found = _describe(target), _describe(source)
         if expected != found:
             error = (
-                f"message {box.matched} on communicator {self._name!r}: the receiver expected {expected}, the sender sent "
-                f"{found}; the two devices run different plans"
+                f"communicator {self._name!r}: expected message {box.matched}, {expected}, found {found}; the two devices "
+                f"run different plans"
             )
             sent.finish(error=error)
             posted.finish(error=error)

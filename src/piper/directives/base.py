@@ -4,22 +4,18 @@ from typing import TypeVar
 
 import msgspec
 
-from piper.errors import StrategyFileError
-from piper.ir.dag import Dag
+from piper.errors import DirectiveError, StrategyFileError
+from piper.ir.dag import Chunk, Dag
 from piper.ir.edit import Edit
-from piper.ir.select import Selector
-from piper.registry import Registry
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+from piper.ir.select import Filter, Selector
+from piper.registry import Registry, snake_case
 
 
 class Directive(
     msgspec.Struct,
     frozen=True,
     tag_field="op",
-    tag=_snake,
+    tag=snake_case,
     forbid_unknown_fields=True,
     omit_defaults=True,
 ):
@@ -29,7 +25,7 @@ class Directive(
     """
 
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
-        """The rewritten DAG; only core nodes change, derived nodes are remade by the caller. *selector* is over *dag*'s nodes."""
+        """The rewritten DAG; only core nodes change, derived nodes are remade by the caller. *selector* finds *dag*'s nodes."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -45,5 +41,22 @@ D = TypeVar("D", bound=type[Directive])
 
 def directive(cls: D) -> D:
     """Class decorator: register a directive under its ``op`` name."""
-    DIRECTIVES.add(_snake(cls.__name__), cls)
+    DIRECTIVES.add(snake_case(cls.__name__), cls)
     return cls
+
+
+def matching_chunks(dag: Dag, selector: Selector, filter_: Filter) -> list[Chunk]:
+    """The core chunks that *filter_* matches, for a directive that changes them.
+
+    Raises :class:`DirectiveError` for a filter that names communication or updates: these follow from the chunks.
+    """
+    chunks: list[Chunk] = []
+    for node in selector.find(filter_):
+        chunk = dag.nodes[node]
+        if not isinstance(chunk, Chunk) or chunk.derived:
+            raise DirectiveError(
+                f"filter {dict(filter_)} matches {chunk.label!r}; communication, sums and updates follow the chunks "
+                "that they serve: match those"
+            )
+        chunks.append(chunk)
+    return chunks

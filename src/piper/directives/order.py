@@ -1,13 +1,14 @@
 """Order: what runs before what."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from piper.directives.base import Directive, directive
 from piper.errors import DirectiveError
 from piper.ids import DeviceId, NodeId
 from piper.ir.dag import Comm, Dag, Node, OrderEdge, Pass
 from piper.ir.edit import Edit, add_order
-from piper.ir.select import COMM, PASS, FilterValue, Selector
+from piper.ir.select import PASS, FilterValue, Selector
+from piper.ops.update import Update
 
 
 @directive
@@ -35,28 +36,38 @@ class Order(Directive, frozen=True):
             current: dict[DeviceId | None, dict[NodeId, None]] = {}
             for filter_ in group:
                 _refuse_halves(filter_)
-                for node in selector.find(filter_, _orderable(COMM in filter_)):
+                for node in selector.find(filter_, _orderable):
                     for device in dag.nodes[node].participants or (None,):
                         current.setdefault(device, {})[node] = None
             for device, nodes in current.items():
+                first, final = _ends(dag, nodes)
                 for before in last.get(device, ()):
-                    edges.update({(before, after): None for after in nodes if after != before})
-                last[device] = list(nodes)
+                    edges.update({(before, after): None for after in first if after != before})
+                last[device] = final
         return add_order(dag, [OrderEdge(a, b, number) for a, b in edges])
 
 
-def _orderable(comms: bool) -> Callable[[Node], bool]:
-    def test(node: Node) -> bool:
-        if isinstance(node, Comm):
-            return comms
-        return not node.derived or node.work.kind == "update"
+def _orderable(node: Node) -> bool:
+    """Sums are made as contributions come and buffers stored at the end: an order does not speak of them."""
+    return isinstance(node, Comm) or not node.derived or isinstance(node.work, Update)
 
-    return test
+
+def _ends(dag: Dag, nodes: Iterable[NodeId]) -> tuple[list[NodeId], list[NodeId]]:
+    """Those of *nodes* that read nothing of the others, and those that the others read nothing of: edges to the first and
+    from the second order all of them.
+    """
+    group = [dag.nodes[n] for n in nodes]
+    makers = {value: node.id for node in group for value in node.outputs}
+    read = {v for node in group for v in node.inputs if v in makers}
+    first = [node.id for node in group if not read.intersection(node.inputs)]
+    final = [node.id for node in group if not read.intersection(node.outputs)]
+    return first, final
 
 
 def _refuse_halves(filter_: dict[str, FilterValue]) -> None:
     value = filter_.get(PASS)
-    if value in (Pass.BACKWARD_INPUT.value, Pass.BACKWARD_WEIGHT.value):
+    words = value if isinstance(value, (list, tuple)) else [value]
+    if Pass.BACKWARD_INPUT.value in words or Pass.BACKWARD_WEIGHT.value in words:
         raise DirectiveError(
             f"filter {filter_} orders half a backward; splitting the backward is not available yet: use PASS 'B'"
         )

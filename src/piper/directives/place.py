@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from piper.directives.base import Directive, directive
+from piper.directives.base import Directive, directive, matching_chunks
 from piper.errors import PlacementError
 from piper.ids import DeviceId, NodeId, Stream
 from piper.ir.dag import Chunk, Dag, DeviceGroup
@@ -34,22 +34,20 @@ class Place(Directive, frozen=True):
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:  # noqa: ARG002
         group = device_group(self.devices)
         stream = Stream(self.stream) if self.stream else None
+        ordered = ordered_by_user(dag)
         changed: dict[NodeId, Chunk] = {}
-        for node in selector.find(self.filter):
-            chunk = dag.nodes[node]
-            if not isinstance(chunk, Chunk) or chunk.derived:
-                continue
+        for chunk in matching_chunks(dag, selector, self.filter):
             if chunk.devices is not None:
                 raise PlacementError(
                     f"node {chunk.label!r} is placed twice: on devices {list(chunk.devices)} before, on "
                     f"{self.devices} by this directive; make the filters disjoint"
                 )
-            if ordered_by_user(dag, node):
+            if chunk.id in ordered:
                 raise PlacementError(
                     f"node {chunk.label!r} is already ordered: an Order speaks of chunks on the same device, so "
                     "it must come after the Place of its chunks"
                 )
-            changed[node] = replace(chunk, devices=group, p2p_stream=stream)
+            changed[chunk.id] = replace(chunk, devices=group, p2p_stream=stream)
         return replace_nodes(dag, changed)
 
 

@@ -4,10 +4,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from piper.directives.base import Directive, directive
+from piper.directives.base import Directive, directive, matching_chunks
 from piper.directives.place import device_group
 from piper.errors import DirectiveError, PlacementError
-from piper.ids import NodeId, Stream
+from piper.ids import Stream
 from piper.ir.dag import Chunk, Dag, DeviceGroup, Level, Replication
 from piper.ir.edit import Edit, add_replication
 from piper.ir.select import FilterValue, Selector
@@ -68,11 +68,10 @@ class Replicate(Directive, frozen=True):
                 f"{self.devices} leaves nothing to shard over: shard_optimizer, shard_grads and shard_params need groups "
                 "of at least 2 replicas"
             )
-        changed: dict[NodeId, Chunk] = {}
-        for node in selector.find(self.filter):
-            chunk = dag.nodes[node]
-            if isinstance(chunk, Chunk) and not chunk.derived:
-                changed[node] = self._claim(dag, chunk, index, everyone)
+        changed = {
+            chunk.id: self._claim(dag, chunk, index, everyone)
+            for chunk in matching_chunks(dag, selector, self.filter)
+        }
         return add_replication(
             dag,
             Replication(

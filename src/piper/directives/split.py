@@ -1,8 +1,8 @@
 """Split: microbatches."""
 
-from piper.directives.base import Directive, directive
+from piper.directives.base import Directive, directive, matching_chunks
 from piper.errors import SplitError
-from piper.ir.dag import Chunk, Dag
+from piper.ir.dag import Dag
 from piper.ir.edit import Edit, split_nodes
 from piper.ir.select import COMM, PASS, FilterValue, Selector
 
@@ -12,7 +12,7 @@ class Split(Directive, frozen=True):
     """``num_microbatches`` copies of the matched nodes, each on its part of the batch; gradients are accumulated.
 
     ``dim_name`` becomes a tag of the copies. ``Split`` and ``Replicate`` commute: microbatch m of replica r is number
-    r·M + m of the global batch. The filter must match whole connected parts of the DAG.
+    r·M + m of the global batch. The filter must match every chunk.
 
     Before ``Split({}, num_microbatches=2)``::
 
@@ -23,7 +23,7 @@ class Split(Directive, frozen=True):
         F MB=0 ──▶ B MB=0 ──dW──▶ sum ──▶ UPDATE
         F MB=1 ──▶ B MB=1 ──dW──▶
 
-    Raises :class:`SplitError` if the batch does not divide, or an unsplit node reads a split value.
+    Raises :class:`SplitError` if the batch does not divide, or a chunk is left out.
     """
 
     filter: dict[str, FilterValue]
@@ -46,9 +46,11 @@ class Split(Directive, frozen=True):
                 f"the batch of {dag.batch_size} rows does not divide into {pieces} microbatches; "
                 f"choose a batch size that is a multiple of {pieces} or another num_microbatches"
             )
-        chosen = [
-            node
-            for node in selector.find(self.filter)
-            if isinstance(chunk := dag.nodes[node], Chunk) and not chunk.derived
-        ]
-        return split_nodes(dag, chosen, self.dim_name, self.num_microbatches)
+        chosen = {chunk.id for chunk in matching_chunks(dag, selector, self.filter)}
+        left = [c for c in dag.chunks() if not c.derived and c.id not in chosen]
+        if left:
+            raise SplitError(
+                f"the filter leaves out {len(left)} chunks, {left[0].label!r} for one; every chunk works on the batch that "
+                "is divided: use Split({}, ...)"
+            )
+        return split_nodes(dag, self.dim_name, self.num_microbatches)

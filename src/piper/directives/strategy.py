@@ -35,18 +35,22 @@ def apply(dag: Dag, strategy: Strategy) -> Dag:
 
 
 def _apply_run(dag: Dag, run: Sequence[tuple[int, Directive]]) -> Dag:
-    number = run[0][0]
+    first, last = run[0][0], run[-1][0]
+    where = ""
     selector = Selector(dag)
     try:
         for number, directive in run:
-            edited = directive.apply(dag, number, selector).dag
-            if edited.nodes is not dag.nodes:
-                selector = Selector(edited)
-            dag = edited
+            where = f"directive {number}, {dag.directives[number]}"
+            edit = directive.apply(dag, number, selector)
+            if edit.remap:  # all else keeps ids and tags, which is what filters see
+                selector = Selector(edit.dag)
+            dag = edit.dag
+        if last > first:
+            where = f"directives {first} to {last}, the last of them {dag.directives[last]}"
         dag = derive(dag)
         check_dag(dag)
     except PiperError as error:
-        raise type(error)(f"directive {number}, {dag.directives[number]}: {error}") from error
+        raise type(error)(f"{where}: {error}") from error
     return dag
 
 

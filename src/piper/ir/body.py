@@ -11,7 +11,6 @@ slot; the chunk that uses the body says which random stream fills the slot.
 import hashlib
 import math
 from collections.abc import Mapping
-from functools import cache
 from typing import TypeAlias
 
 import msgspec
@@ -21,7 +20,7 @@ from piper.ids import BodyId
 from piper.ir.symbols import Dim, Expr, bind
 
 
-class TensorSpec(msgspec.Struct, frozen=True, tag="tensor"):
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensor"):
     """Shape (sizes may be expressions over symbols) and element type."""
 
     shape: tuple[Dim, ...]
@@ -33,9 +32,13 @@ class TensorSpec(msgspec.Struct, frozen=True, tag="tensor"):
             return self
         return TensorSpec(tuple(bind(d, bindings) for d in self.shape), self.dtype)
 
+    def sizes(self, bindings: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape in numbers; *bindings* gives the symbols their sizes."""
+        return tuple(bind(d, bindings) for d in self.shape)
+
     def numel(self, bindings: Mapping[str, int] | None = None) -> int:
         """Number of elements; *bindings* gives the symbols their sizes."""
-        return math.prod(bind(d, bindings or {}) for d in self.shape)
+        return math.prod(self.sizes(bindings or {}))
 
     def nbytes(self, bindings: Mapping[str, int] | None = None) -> int:
         """Bytes of the elements."""
@@ -45,13 +48,13 @@ class TensorSpec(msgspec.Struct, frozen=True, tag="tensor"):
         return f"{self.dtype}[{', '.join(str(d) for d in self.shape)}]"
 
 
-class Ref(msgspec.Struct, frozen=True, tag="ref"):
+class Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ref"):
     """A value of the body: an input, or the result of a call (a tuple for a multi-result call)."""
 
     index: int
 
 
-class Const(msgspec.Struct, frozen=True, tag="const"):
+class Const(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="const"):
     """A constant that JSON has no word for.
 
     ``kind`` is ``dtype`` (text a :class:`DType`), ``device`` (text ``here``: the device that runs the
@@ -62,14 +65,14 @@ class Const(msgspec.Struct, frozen=True, tag="const"):
     text: str
 
 
-class Literal(msgspec.Struct, frozen=True, tag="literal"):
+class Literal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="literal"):
     """A small constant tensor, elements in row-major order (``values`` as Python numbers)."""
 
     spec: TensorSpec
     values: tuple[int | float | bool, ...]
 
 
-class Sequence(msgspec.Struct, frozen=True, tag="sequence"):
+class Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sequence"):
     """A list or tuple of arguments."""
 
     items: "tuple[Arg, ...]"
@@ -78,7 +81,7 @@ class Sequence(msgspec.Struct, frozen=True, tag="sequence"):
 Arg: TypeAlias = Ref | Expr | Const | Literal | Sequence | bool | int | float | str | None
 
 
-class Call(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One operator call.
 
     ``target`` is an ATen overload such as ``aten.mm.default``, or ``operator.getitem`` which picks one
@@ -93,7 +96,7 @@ class Call(msgspec.Struct, frozen=True):
     rng: int | None = None
 
 
-class Body(msgspec.Struct, frozen=True):
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Inputs, calls in order, outputs (references), and the number of ``rng`` slots."""
 
     inputs: tuple[TensorSpec, ...]
@@ -115,9 +118,8 @@ class Body(msgspec.Struct, frozen=True):
         return spec
 
 
-@cache
 def body_id(body: Body) -> BodyId:
-    """Content hash of a body: equal bodies, and only those, have equal ids."""
+    """Content hash of a body: of what is written, so that ``1`` and ``1.0``, equal in Python, differ."""
     return BodyId(hashlib.blake2b(msgspec.json.encode(body), digest_size=12).hexdigest())
 
 

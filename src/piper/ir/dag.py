@@ -60,7 +60,7 @@ STATE = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.SEED})
 """Roles of values that exist before the step and after it."""
 
 
-class Value(msgspec.Struct, frozen=True):
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A named tensor.
 
     ``name`` is the parameter's, buffer's or batch leaf's; a contribution or total carries its
@@ -74,7 +74,7 @@ class Value(msgspec.Struct, frozen=True):
     microbatch: int = 0
 
 
-class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
+class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag="chunk"):
     """A compute node. ``devices`` is ``None`` until it is placed.
 
     ``tags`` is the region path, outermost first, followed by the split dimensions, for instance
@@ -105,7 +105,7 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
         return self.devices or ()
 
 
-class Comm(msgspec.Struct, frozen=True, tag="comm"):
+class Comm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag="comm"):
     """A communication node: each of ``groups`` communicates among its members, independently.
 
     ``inputs`` may hold values of several producers; a member contributes those that live on it.
@@ -140,7 +140,7 @@ def _label(pass_: Pass, work: Work, tags: Tags) -> str:
     return " ".join([*words, pass_.value, *(f"{k}={v}" for k, v in tags)])
 
 
-class OrderEdge(msgspec.Struct, frozen=True):
+class OrderEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """``before`` runs before ``after``; ``directive`` is the number of the directive that said so (-1: none)."""
 
     before: NodeId
@@ -148,7 +148,7 @@ class OrderEdge(msgspec.Struct, frozen=True):
     directive: int = -1
 
 
-class Parameter(msgspec.Struct, frozen=True):
+class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A parameter by its first name; ``aliases`` are the other names of a tied one."""
 
     name: str
@@ -157,7 +157,7 @@ class Parameter(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
 
 
-class Buffer(msgspec.Struct, frozen=True):
+class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A buffer of the model, or a constant tensor that capture found (``persistent=False``)."""
 
     name: str
@@ -166,7 +166,7 @@ class Buffer(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
 
 
-class BatchLeaf(msgspec.Struct, frozen=True):
+class BatchLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of the batch.
 
     ``name`` is its path, for instance ``inputs[0]``, ``inputs.mask`` or ``targets``; ``index`` its position among the
@@ -195,7 +195,7 @@ class Level(IntEnum):
     PARAMETERS = 3
 
 
-class Replication(msgspec.Struct, frozen=True):
+class Replication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a ``Replicate`` asks for the parameters of the chunks that it claims.
 
     ``bucket_bytes`` bounds one message's payload (``None``: one bucket per region). ``shard_groups`` are the device lists within which
@@ -212,7 +212,7 @@ class Replication(msgspec.Struct, frozen=True):
     buffers: str | None = None
 
 
-class SplitDim(msgspec.Struct, frozen=True):
+class SplitDim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A dimension made by ``Split``: its tag name and the number of pieces."""
 
     name: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as replace_struct
 
-from piper.errors import SplitError
+from piper.errors import DirectiveError, SplitError
 from piper.ids import NodeId, ValueId
 from piper.ir.core import core_chunks, core_values
 from piper.ir.dag import (
@@ -54,29 +54,26 @@ def add_order(dag: Dag, edges: Sequence[OrderEdge]) -> Edit:
     return Edit(replace(dag, order=dag.order + fresh), {})
 
 
-def ordered_by_user(dag: Dag, node: NodeId) -> bool:
-    """Whether an order edge touches *node*."""
-    return node in _ordered(dag)
+def ordered_by_user(dag: Dag) -> frozenset[NodeId]:
+    """The nodes that order edges touch."""
+    return frozenset(n for e in dag.order for n in (e.before, e.after))
 
 
-def _ordered(dag: Dag) -> frozenset[NodeId]:
-    return (
-        frozenset(n for e in dag.order for n in (e.before, e.after)) if dag.order else frozenset()
-    )
-
-
-def split_nodes(dag: Dag, chosen: Sequence[NodeId], dim: str, count: int) -> Edit:
-    """*count* copies of the *chosen* core chunks and of the values that they make.
+def split_nodes(dag: Dag, dim: str, count: int) -> Edit:
+    """*count* copies of every core chunk and of the values that they make.
 
     Batch inputs are divided; parameters and seeds are shared; a buffer that the forward writes passes from each copy to the
     next. Derived nodes are dropped (they follow from the core).
+
+    Raises :class:`SplitError` for a second split of a model whose forward writes buffers, :class:`DirectiveError` if an order
+    names derived nodes.
     """
-    return _Splitter(dag, chosen, dim, count).split()
+    return _Splitter(dag, dim, count).split()
 
 
 class _Splitter:
-    def __init__(self, dag: Dag, chosen: Sequence[NodeId], dim: str, count: int) -> None:
-        self.dag, self.chosen, self.dim, self.count = dag, frozenset(chosen), dim, count
+    def __init__(self, dag: Dag, dim: str, count: int) -> None:
+        self.dag, self.dim, self.count = dag, dim, count
         self.core = list(core_chunks(dag).values())
         self.next_node = max(dag.nodes, default=-1) + 1
         self.next_value = max(dag.values, default=-1) + 1
@@ -91,18 +88,15 @@ class _Splitter:
             raise SplitError(
                 f"a model whose forward writes buffers ({names}) can be split only once"
             )
-        self._check_boundary()
-        made = {v for c in self.core if c.id in self.chosen for v in c.outputs}
         for value in core_values(dag).values():
-            self.copies[value.id] = self._copies_of(value, made)
-        nodes: dict[NodeId, Node] = {c.id: c for c in self.core if c.id not in self.chosen}
-        remap: dict[NodeId, list[NodeId]] = {}
+            self.copies[value.id] = self._copies_of(value)
+        nodes: dict[NodeId, Node] = {}
+        remap: dict[NodeId, list[NodeId]] = {chunk.id: [] for chunk in self.core}
         for m in range(self.count):
             for chunk in self.core:
-                if chunk.id in self.chosen:
-                    copy = self._copy(chunk, m)
-                    nodes[copy.id] = copy
-                    remap.setdefault(chunk.id, []).append(copy.id)
+                copy = self._copy(chunk, m)
+                nodes[copy.id] = copy
+                remap[chunk.id].append(copy.id)
         return self._finish(nodes, {old: tuple(new) for old, new in remap.items()})
 
     def _finish(self, nodes: dict[NodeId, Node], remap: dict[NodeId, tuple[NodeId, ...]]) -> Edit:
@@ -111,7 +105,6 @@ class _Splitter:
             OrderEdge(a, b, edge.directive)
             for edge in dag.order
             for a, b in _copied_edge(edge, remap)
-            if a in nodes and b in nodes
         )
         split = replace(
             dag,
@@ -126,20 +119,9 @@ class _Splitter:
         )
         return Edit(split, remap)
 
-    def _check_boundary(self) -> None:
-        makers = {v: c for c in self.core for v in c.outputs}
-        for chunk in self.core:
-            for value in chunk.inputs:
-                maker = makers.get(value)
-                if maker and (maker.id in self.chosen) != (chunk.id in self.chosen):
-                    raise SplitError(
-                        f"the filter splits only one of {maker.label!r} and {chunk.label!r}, which reads its result; "
-                        "make the filter match both (usually Split({}, ...))"
-                    )
-
-    def _copies_of(self, value: Value, made: set[ValueId]) -> tuple[ValueId, ...]:
+    def _copies_of(self, value: Value) -> tuple[ValueId, ...]:
         divided = value.role is Role.INPUT and value.name not in self.whole_leaves
-        if not divided and value.id not in made:
+        if not divided and is_source(value):
             self.values[value.id] = value
             return (value.id,) * self.count
         ids: list[ValueId] = []
@@ -175,10 +157,12 @@ class _Splitter:
 def _copied_edge(
     edge: OrderEdge, remap: Mapping[NodeId, tuple[NodeId, ...]]
 ) -> Iterable[tuple[NodeId, NodeId]]:
-    befores, afters = remap.get(edge.before, (edge.before,)), remap.get(edge.after, (edge.after,))
-    if len(befores) == len(afters):
-        return zip(befores, afters, strict=True)
-    return [(a, b) for a in befores for b in afters]
+    if edge.before not in remap or edge.after not in remap:
+        raise DirectiveError(
+            f"directive {edge.directive} ordered communication or an update, which a split makes anew; "
+            "put that Order after the Split"
+        )
+    return zip(remap[edge.before], remap[edge.after], strict=True)
 
 
 def is_source(value: Value) -> bool:

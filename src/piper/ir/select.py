@@ -19,8 +19,6 @@ _Scalar: TypeAlias = int | str | None
 
 PASS, COMM, ANY = "PASS", "COMM", "*"
 
-_HALVES = (Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
-
 
 class Selector:
     """Finds the nodes of one DAG that match filters; each filter costs a dictionary look-up."""
@@ -28,6 +26,7 @@ class Selector:
     def __init__(self, dag: Dag) -> None:
         self._dag = dag
         self._tags = {n.id: _all_tags(n) for n in dag.nodes.values()}
+        self._derived = {c.id for c in dag.chunks() if c.derived}
         self._tables: dict[tuple[str, ...], dict[tuple[_Scalar, ...], list[NodeId]]] = {}
         self._known: dict[str, set[int]] = {}
         for node in dag.nodes.values():
@@ -41,6 +40,8 @@ class Selector:
         have matches nothing.
         """
         self._check(filter_)
+        if COMM in filter_ and filter_[COMM] is None:
+            filter_ = {name: value for name, value in filter_.items() if name != COMM}
         names = tuple(sorted(filter_))
         table = self._table(names)
         found: list[NodeId] = []
@@ -56,17 +57,28 @@ class Selector:
             for node, tags in self._tags.items():
                 if (COMM in tags) != (COMM in names):
                     continue
-                for key in product(*(_keys(tags.get(name)) for name in names)):
+                if node in self._derived and PASS not in names:
+                    continue
+                for key in product(*(self._keys(node, name) for name in names)):
                     table.setdefault(key, []).append(node)
             self._tables[names] = table
         return self._tables[names]
+
+    def _keys(self, node: NodeId, name: str) -> tuple[_Scalar, ...]:
+        """What *node* answers to under tag *name*."""
+        value = self._tags[node].get(name)
+        if value is None or (name == PASS and node in self._derived):
+            return (value,)
+        if value in (Pass.BACKWARD_INPUT.value, Pass.BACKWARD_WEIGHT.value):
+            return (value, Pass.BACKWARD.value, ANY)
+        return (value, ANY)
 
     def _check(self, filter_: Filter) -> None:
         for name, value in filter_.items():
             if name == PASS:
                 _check_words(name, value, [p.value for p in Pass])
             elif name == COMM:
-                _check_words(name, value, sorted({n.work.kind for n in self._dag.comms()}))
+                _check_words(name, value, [None, *sorted({n.work.kind for n in self._dag.comms()})])
             else:
                 self._check_tag(filter_, name, value)
 
@@ -78,7 +90,7 @@ class Selector:
                 f"filter {dict(filter_)} names tag {name!r}, which no node has"
                 f"{nearest(name, self._known)}; tags: {self.describe_tags()}"
             )
-        for index in value if isinstance(value, (list, tuple)) else [value]:
+        for index in _alternatives(value):
             if index != ANY and index not in self._known[name]:
                 raise FilterError(
                     f"filter {dict(filter_)}: no node has {name}={index!r}; {self.describe_tags()}"
@@ -99,25 +111,17 @@ def _all_tags(node: Node) -> dict[str, _Scalar]:
     return tags
 
 
-def _keys(value: _Scalar) -> tuple[_Scalar, ...]:
-    """What a node's tag value answers to."""
-    if value is None:
-        return (None,)
-    if value in (Pass.BACKWARD_INPUT.value, Pass.BACKWARD_WEIGHT.value):
-        return (value, Pass.BACKWARD.value, ANY)
-    return (value, ANY)
-
-
 def _alternatives(value: FilterValue) -> Iterable[_Scalar]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _check_words(name: str, value: FilterValue, words: list[str]) -> None:
-    for word in value if isinstance(value, (list, tuple)) else [value]:
-        if word not in (ANY, None) and word not in words:
+def _check_words(name: str, value: FilterValue, words: Sequence[str | None]) -> None:
+    named = [word for word in words if word is not None]
+    for word in _alternatives(value):
+        if word != ANY and word not in words:
             raise FilterError(
-                f"filter value {name}={word!r} is unknown{nearest(str(word), words)}; "
-                f"known: {', '.join(words) or 'none in this DAG'}"
+                f"filter value {name}={word!r} is unknown{nearest(str(word), named)}; "
+                f"known: {', '.join(named) or 'none in this DAG'}"
             )
 
 

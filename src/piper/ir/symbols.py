@@ -17,7 +17,7 @@ from piper.errors import CaptureError
 Number: TypeAlias = int | float | bool
 
 
-class Expr(msgspec.Struct, frozen=True, tag="expr"):
+class Expr(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="expr"):
     """An integer expression over symbols, in Python syntax."""
 
     text: str
@@ -32,19 +32,34 @@ Dim: TypeAlias = int | Expr
 def evaluate(text: str, bindings: Mapping[str, int]) -> Number:
     """The value of the expression *text* with every symbol bound by *bindings*.
 
-    Raises :class:`CaptureError` for an unbound symbol or an operation that is not supported.
+    Raises :class:`CaptureError` for an unbound symbol, an operation that is not supported, a division by zero.
     """
-    return _value(_parse(text), bindings, text)
+    try:
+        return _value(_parse(text), bindings, text)
+    except ZeroDivisionError:
+        raise CaptureError(
+            f"size expression {text!r} divides by zero under {dict(bindings)}"
+        ) from None
 
 
 def bind(dim: Dim, bindings: Mapping[str, int]) -> int:
-    """The size of a dimension under *bindings*."""
-    return int(evaluate(dim.text, bindings)) if isinstance(dim, Expr) else dim
+    """The size of a dimension under *bindings*. Raises :class:`CaptureError` if it is not a whole number."""
+    if not isinstance(dim, Expr):
+        return dim
+    size = evaluate(dim.text, bindings)
+    if size != int(size):
+        raise CaptureError(
+            f"size expression {dim.text!r} is {size} under {dict(bindings)}; a size is a whole number"
+        )
+    return int(size)
 
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise CaptureError(f"size expression {text!r} is not an expression: {error.msg}") from None
 
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {

@@ -20,12 +20,7 @@ import msgspec
 from piper.dtypes import DType
 from piper.errors import PlanError
 from piper.ids import BodyId, DeviceId, EventId, NodeId, Slot, Stream
-from piper.registry import Registry
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
-
+from piper.registry import Registry, snake_case
 
 CommunicatorId: TypeAlias = str
 """Name of a communicator: its purpose and members, for instance ``p2p:0>1``."""
@@ -35,7 +30,9 @@ class Tensor(Protocol):
     """A device's tensor; only devices, communicators and chunk functions look inside."""
 
 
-class Message(msgspec.Struct, frozen=True):
+# `gc=False`, here and in the DAG: frozen data of which there are hundreds of thousands; it holds no cycles,
+# so the collector need not walk over it.
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Shape (bound sizes) and element type of what one message carries."""
 
     shape: tuple[int, ...]
@@ -48,7 +45,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Handle(Protocol):
-    """Something in flight."""
+    """Something in flight; it may be lost when its handle is given up before it is complete."""
 
     def wait(self) -> None:
         """Block until complete and its results are in place.
@@ -96,8 +93,9 @@ class Communicator(Protocol):
         """Copy member ``root``'s tensor to all, in place."""
 
 
-ChunkFunction: TypeAlias = Callable[[Sequence[Tensor], "RandomKey | None"], Sequence[Tensor]]
-"""A body as code: ``(inputs, random key) -> outputs``. Pure."""
+ChunkFunction: TypeAlias = Callable[[list[Tensor], "RandomKey | None"], Sequence[Tensor]]
+"""A body as code: ``(inputs, random key) -> outputs``. Pure, but empties the list, so that inputs which nobody else holds are given
+up after their last use."""
 
 
 class RandomKey(msgspec.Struct, frozen=True):
@@ -215,7 +213,14 @@ class Runtime(Protocol):
         """A communicator of which this device is a member."""
 
 
-class Work(msgspec.Struct, frozen=True, tag_field="kind", tag=_snake):
+class Work(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    gc=False,
+    tag_field="kind",
+    tag=snake_case,
+):
     """What a node of the training DAG does. Subclasses are data; ``kind`` is the snake-case class name."""
 
     @property
@@ -260,7 +265,7 @@ def shard_length(shape: tuple[int, ...], count: int) -> int:
     return -(-math.prod(shape) // count)
 
 
-class Site(msgspec.Struct, frozen=True):
+class Site(msgspec.Struct, frozen=True, gc=False):
     """One member of one group of a communication node, as the planner sees it.
 
     ``inputs`` and ``outputs`` are the slots of the values that this member contributes and receives, with their messages.
@@ -277,7 +282,7 @@ class Site(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...]
 
 
-class Rendezvous(msgspec.Struct, frozen=True):
+class Rendezvous(msgspec.Struct, frozen=True, gc=False):
     """How an instruction meets its peers.
 
     ``role`` is ``send``, ``receive`` or the collective's kind; ``members`` are the devices that must meet (for a message: sender,
@@ -290,7 +295,15 @@ class Rendezvous(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...]
 
 
-class Instruction(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag=_snake):
+class Instruction(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    gc=False,
+    kw_only=True,
+    tag_field="op",
+    tag=snake_case,
+):
     """One instruction of a device plan.
 
     ``node`` is the DAG node that it came from (-1: none). ``stream`` is where it runs. ``record`` is the event that
@@ -329,6 +342,14 @@ class Instruction(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag
         """Code that issues it, closed over *runtime*; ``None`` when there is nothing to do on this device."""
         raise NotImplementedError
 
+    def bind_last(
+        self,
+        runtime: Runtime,
+        dying: frozenset[Slot],  # noqa: ARG002 (for subclasses)
+    ) -> Callable[[], Handle | None] | None:
+        """Like :meth:`bind`, where the plan frees the slots *dying* right after it: it may empty them earlier."""
+        return self.bind(runtime)
+
     def describe(self) -> str:
         """One line for people and golden files, without stream and event."""
         raise NotImplementedError
@@ -344,13 +365,13 @@ N = TypeVar("N", bound=type[Instruction])
 
 def work(cls: W) -> W:
     """Class decorator: register a kind of work."""
-    WORKS.add(_snake(cls.__name__), cls)
+    WORKS.add(snake_case(cls.__name__), cls)
     return cls
 
 
 def instruction(cls: N) -> N:
     """Class decorator: register a kind of instruction."""
-    INSTRUCTIONS.add(_snake(cls.__name__), cls)
+    INSTRUCTIONS.add(snake_case(cls.__name__), cls)
     return cls
 
 

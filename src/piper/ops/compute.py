@@ -42,22 +42,25 @@ class Compute(Instruction, frozen=True, kw_only=True):
         return self.outputs
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
+        return self.bind_last(runtime, frozenset())
+
+    def bind_last(self, runtime: Runtime, dying: frozenset[Slot]) -> Callable[[], Handle | None]:
         function = runtime.function(self.body)
         slots, context = runtime.slots, runtime.context
         inputs, outputs, rng, microbatch = self.inputs, self.outputs, self.rng, self.microbatch
+        # Emptied before the call: the body then gives each up after its last use, as autograd does.
+        emptied = tuple(slot for slot in dict.fromkeys(inputs) if slot in dying)
 
         def run() -> None:
-            results = function([_present(slots[i]) for i in inputs], None)
+            key = RandomKey(context.seed, context.step, microbatch, rng) if rng else None
+            values = [_present(slots[i]) for i in inputs]
+            for slot in emptied:
+                slots[slot] = None
+            results = function(values, key)
             for slot, result in zip(outputs, results, strict=True):
                 slots[slot] = result
 
-        def run_random() -> None:
-            key = RandomKey(context.seed, context.step, microbatch, rng)
-            results = function([_present(slots[i]) for i in inputs], key)
-            for slot, result in zip(outputs, results, strict=True):
-                slots[slot] = result
-
-        return run_random if rng else run
+        return run
 
     def describe(self) -> str:
         return f"compute {_names(self.outputs)} = {self.body[:6]}({_names(self.inputs)})"

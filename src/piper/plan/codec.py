@@ -14,7 +14,7 @@ import msgspec
 import piper.ops  # noqa: F401  (fills the registries)
 from piper.errors import PlanError
 from piper.ids import BodyId, DeviceId, NodeId, ValueId
-from piper.ir.body import Body
+from piper.ir.body import Body, body_id
 from piper.ir.dag import (
     BatchLeaf,
     Buffer,
@@ -129,11 +129,13 @@ def encode_plan(plan: Plan) -> Mapping[str, bytes]:
 
 def decode_plan(files: Mapping[str, bytes]) -> Plan:
     """The plan of :func:`encode_plan`'s files. Raises :class:`PlanError` if a file is missing or malformed."""
-    manifest = _decode(_file(files, "manifest.json"), _Manifest, "manifest.json")
+    manifest = _decode_file(_file(files, "manifest.json"), _Manifest, "manifest.json")
     devices: list[DevicePlan] = []
     for number in range(manifest.num_devices):
         name = _device_file(number)
-        device = _decode(_file(files, name), _Device, name)
+        device = _decode_file(_file(files, name), _Device, name)
+        if device.device != number:
+            raise PlanError(f"{name} is the program of device {device.device}")
         devices.append(DevicePlan(device.device, device.slots, device.instructions))
     return Plan(
         num_devices=manifest.num_devices,
@@ -187,6 +189,11 @@ def _dag_file(dag: Dag) -> dict[str, object]:
 
 
 def _dag_of(file: _Dag) -> Dag:
+    for identity, body in file.bodies.items():
+        if (found := body_id(body)) != identity:
+            raise PlanError(
+                f"the body filed as {identity} has content hash {found}: it was changed"
+            )
     contents = {f.name: getattr(file, f.name) for f in fields(Dag)}
     contents["nodes"] = {NodeId(n.id): _plain(n) for n in file.nodes}
     contents["values"] = {ValueId(v.id): v for v in file.values}
@@ -200,18 +207,20 @@ def _plain(node: _Chunk | _Comm) -> Chunk | Comm:
     return cls(**{name: getattr(node, name) for name in cls.__struct_fields__})
 
 
+def _decode_file(data: bytes, cls: type[T], name: str) -> T:
+    """Like :func:`_decode`, for a file that says its format version: another version is refused as such."""
+    found = _decode(data, _Version, name).version
+    if found != VERSION:
+        raise PlanError(
+            f"{name} has format version {found}, this piper reads version {VERSION}; plan again with this version"
+        )
+    return _decode(data, cls, name)
+
+
 def _decode(data: bytes, cls: type[T], name: str) -> T:
     try:
         return msgspec.json.decode(data, type=cls)
     except msgspec.ValidationError as error:
-        try:
-            found = msgspec.json.decode(data, type=_Version).version
-        except msgspec.MsgspecError:
-            found = VERSION
-        if found != VERSION:
-            raise PlanError(
-                f"{name} has format version {found}, this piper reads version {VERSION}; plan again with this version"
-            ) from error
         raise PlanError(f"{name}: {error}") from error
     except msgspec.DecodeError as error:
         raise PlanError(f"{name} is not JSON: {error}") from error

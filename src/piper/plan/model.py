@@ -17,7 +17,7 @@ VERSION = 1
 """Format version of plan files; a file of another version is refused."""
 
 
-class SlotInfo(msgspec.Struct, frozen=True):
+class SlotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One entry of a device's value table: the DAG value that it holds, and its bound shape and type.
 
     Slots with role PARAMETER, SHARD, BUFFER and SEED are filled before the step and never freed (the plan's *state* slots);
@@ -32,7 +32,7 @@ class SlotInfo(msgspec.Struct, frozen=True):
     shard: tuple[int, int] | None = None
 
 
-class DevicePlan(msgspec.Struct, frozen=True):
+class DevicePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one device does in a step."""
 
     device: DeviceId
@@ -40,7 +40,7 @@ class DevicePlan(msgspec.Struct, frozen=True):
     instructions: tuple[Instruction, ...]
 
 
-class CommunicatorInfo(msgspec.Struct, frozen=True):
+class CommunicatorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A communicator that the plan uses; rank i of it is ``members[i]``."""
 
     name: CommunicatorId

@@ -9,7 +9,7 @@ from msgspec.structs import replace as replace_struct
 from piper.errors import CaptureError, PlacementError, SplitError
 from piper.ids import DeviceId
 from piper.ir.check import check_dag, unplaced
-from piper.ir.dag import Dag, LossKind
+from piper.ir.dag import Chunk, Dag, LossKind
 from piper.ir.derive import derive
 from piper.ir.edit import replace_nodes
 from piper.ir.select import Selector
@@ -17,8 +17,8 @@ from piper.ir.symbols import evaluate
 from piper.pausing import collector_paused
 from piper.plan.model import Plan
 from piper.planner.cut import Cutter
-from piper.planner.gathers import share_gathers
 from piper.planner.estimate import Rates, node_seconds
+from piper.planner.gathers import share_gathers
 from piper.planner.streams import total_order
 
 RECEIVE_BYTES = 16 * 1024 * 1024
@@ -31,8 +31,8 @@ def plan(dag: Dag, *, receive_bytes: int = RECEIVE_BYTES, gather_bytes: int = GA
     ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed, ``gather_bytes`` the
     sharded parameters that are gathered before they are needed.
 
-    A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region that nobody placed or a
-    group that nobody replicates, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a microbatch size
+    A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region that nobody placed, a
+    group that nobody replicates, groups of unequal sizes or a device number left out, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a microbatch size
     for which the captured graph does not hold.
     """
     with collector_paused():
@@ -42,17 +42,16 @@ def plan(dag: Dag, *, receive_bytes: int = RECEIVE_BYTES, gather_bytes: int = GA
 def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
     dag = _placed(dag)
     _check_claimed(dag)
-    replicas, microbatches = dag.num_replicas, dag.num_microbatches
+    _check_sizes(dag)
+    num_devices = _count_devices(dag)
     size = microbatch_size(dag)
     bindings = {} if dag.batch_symbol is None else {dag.batch_symbol: size}
     _check_guards(dag, size)
-    num_devices = 1 + max(d for node in dag.nodes.values() for d in node.participants)
     order = total_order(dag, node_seconds(dag, bindings, Rates()))
     dag = share_gathers(dag, order)
-    order = [node for node in order if node in dag.nodes]
     cutter = Cutter(
         dag,
-        order,
+        [node for node in order if node in dag.nodes],
         bindings,
         num_devices,
         receive_bytes=receive_bytes,
@@ -60,6 +59,7 @@ def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
     )
     devices, communicators = cutter.cut()
     weighted = dag.loss_kind is LossKind.WEIGHTED
+    replicas, microbatches = dag.num_replicas, dag.num_microbatches
     return Plan(
         num_devices=num_devices,
         dag=dag,
@@ -126,3 +126,28 @@ def _check_claimed(dag: Dag) -> None:
                 f"node {chunk.label!r} is placed on {len(chunk.participants)} devices {list(chunk.participants)}, but nothing "
                 'says how they share it; add Replicate(..., devices="placed")'
             )
+
+
+def _check_sizes(dag: Dag) -> None:
+    """Chunks that exchange nothing are not linked, but they too run every microbatch of the batch exactly once."""
+    first: dict[int, Chunk] = {}
+    for chunk in dag.chunks():
+        if not chunk.derived:
+            first.setdefault(len(chunk.participants), chunk)
+    if len(first) > 1:
+        one, two = list(first.values())[:2]
+        raise PlacementError(
+            f"device groups must have equal sizes (member r runs replica r's microbatches), but {one.label!r} is on devices "
+            f"{list(one.participants)} and {two.label!r} on {list(two.participants)}"
+        )
+
+
+def _count_devices(dag: Dag) -> int:
+    used = {d for node in dag.nodes.values() for d in node.participants}
+    count = 1 + max(used)
+    if idle := sorted(set(map(DeviceId, range(count))) - used):
+        raise PlacementError(
+            f"the strategy uses device {count - 1}, but nothing runs on {', '.join(map(str, idle[:8]))}; number devices from 0 "
+            "without gaps, each is one worker"
+        )
+    return count

@@ -1,6 +1,6 @@
 """Cut the ordered DAG into one program per device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from piper.ids import COMPUTE, DeviceId, NodeId, Slot, ValueId
 from piper.ir.dag import STATE, Chunk, Comm, Dag, LossKind, Role
@@ -34,9 +34,7 @@ class Cutter:
     ) -> None:
         self.dag, self.order = dag, order
         self.messages = {
-            v.id: Message(tuple(int(str(d)) for d in spec.shape), spec.dtype)
-            for v in dag.values.values()
-            for spec in (v.spec.bound(bindings),)
+            v.id: Message(v.spec.sizes(bindings), v.spec.dtype) for v in dag.values.values()
         }
         self.reports = _reports(dag)
         self.state_values = {
@@ -46,8 +44,8 @@ class Cutter:
         }
         self.leaves = {leaf.name: leaf.index for leaf in dag.batch}
         self.communicators: dict[CommunicatorId, CommunicatorInfo] = {}
-        self.uses = self._uses(num_devices)
-        self.programs = [Program(DeviceId(d), self.uses[d]) for d in range(num_devices)]
+        uses = _uses(dag, self.reports, num_devices)
+        self.programs = [Program(DeviceId(d), uses[d]) for d in range(num_devices)]
         totals = sums_of(dag)
         self.sums = [PartialSums(p, totals, dag.values, self.messages) for p in self.programs]
         self.receives = [Early(receive_bytes) for _ in range(num_devices)]
@@ -67,21 +65,6 @@ class Cutter:
         plans = tuple(program.finish() for program in self.programs)
         return plans, tuple(self.communicators[name] for name in sorted(self.communicators))
 
-    def _uses(self, num_devices: int) -> list[dict[ValueId, int]]:
-        """How often each value is read on each device."""
-        uses: list[dict[ValueId, int]] = [{} for _ in range(num_devices)]
-        for node in self.dag.nodes.values():
-            if isinstance(node, Chunk):
-                for device in node.participants:
-                    _count(uses[device], node.inputs)
-                    _count(uses[device], [v for v in node.outputs if v in self.reports])
-                continue
-            for group in node.groups:
-                for position, device in enumerate(group):
-                    if node.work.consumes(position):
-                        _count(uses[device], node.inputs)
-        return uses
-
     # --- chunks -----------------------------------------------------------------------------------
 
     def _chunk(self, chunk: Chunk) -> None:
@@ -98,7 +81,7 @@ class Cutter:
                 case StoreBuffer():
                     self._store(chunk, chunk.work, program)
                 case _:
-                    self.sums[device].finish(chunk, self.uses[device])
+                    self.sums[device].finish(chunk)
 
     def _call(self, chunk: Chunk, work: Call, position: int, device: DeviceId) -> None:
         program, dag = self.programs[device], self.dag
@@ -240,6 +223,7 @@ class Cutter:
                 if comm.work.consumes(position):
                     site = self._site(comm, group, position, program)
                     program.emit(comm.work.lower(site), consume=site.inputs)
+                    program.drop_unread(site.outputs, site.stream)
                     self.sums[device].reduced(comm.id, comm.outputs)
                 else:
                     self.receives[device].require(comm.id, program)
@@ -290,3 +274,19 @@ def _reports(dag: Dag) -> dict[ValueId, tuple[str, int]]:
     if dag.loss_kind is LossKind.WEIGHTED:
         reports.update({v: ("weight", m) for m, v in enumerate(dag.weights)})
     return reports
+
+
+def _uses(dag: Dag, reports: Container[ValueId], num_devices: int) -> list[dict[ValueId, int]]:
+    """How often each value is read on each device."""
+    uses: list[dict[ValueId, int]] = [{} for _ in range(num_devices)]
+    for node in dag.nodes.values():
+        if isinstance(node, Chunk):
+            for device in node.participants:
+                _count(uses[device], node.inputs)
+                _count(uses[device], [v for v in node.outputs if v in reports])
+            continue
+        for group in node.groups:
+            for position, device in enumerate(group):
+                if node.work.consumes(position):
+                    _count(uses[device], node.inputs)
+    return uses

@@ -62,11 +62,11 @@ def _call_flops(call: Call, specs: list[TensorSpec | None], bindings: Mapping[st
     name = call.target.split(".")[1] if "." in call.target else call.target
     first = next((s for s in operands if s is not None), None)
     if name in ("mm", "bmm") and first is not None:
-        return 2.0 * result.numel(bindings) * first.bound(bindings).shape[-1]  # type: ignore[operator]
+        return 2.0 * result.numel(bindings) * first.sizes(bindings)[-1]
     if name in ("addmm", "baddbmm") and len(operands) > 1 and operands[1] is not None:
-        return 2.0 * result.numel(bindings) * operands[1].bound(bindings).shape[-1]  # type: ignore[operator]
+        return 2.0 * result.numel(bindings) * operands[1].sizes(bindings)[-1]
     if "scaled_dot_product" in name and first is not None and len(first.shape) == 4:
-        batch, heads, length, width = (int(str(d)) for d in first.bound(bindings).shape)
+        batch, heads, length, width = first.sizes(bindings)
         factor = 10.0 if "backward" in name else 4.0
         return factor * math.prod((batch, heads, length, length, width))
     return 0.0

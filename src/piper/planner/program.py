@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from piper.ids import COMPUTE, DeviceId, EventId, NodeId, Slot, Stream, ValueId
 from piper.ir.dag import STATE, Value
 from piper.ops.base import Instruction, Message
+from piper.ops.compute import Compute
 from piper.ops.free import Free
 from piper.ops.wait import Wait
 from piper.plan.model import DevicePlan, SlotInfo
@@ -16,7 +17,9 @@ class Program:
     """Builds a :class:`DevicePlan`.
 
     ``uses`` says how often each value will be read on this device; reading a value for the last time frees it. A free runs on the
-    stream of the last reader, after the other streams' readers.
+    stream of the last reader, after the other streams' readers. Where one of those was issued only just now (a value sent to two
+    devices), waiting for it would hold up the device: such a free is put off until the next chunk is done and has
+    sent its results.
     """
 
     def __init__(self, device: DeviceId, uses: dict[ValueId, int]) -> None:
@@ -31,6 +34,9 @@ class Program:
         self._readers: dict[Slot, dict[Stream, int]] = {}
         self._signals: set[int] = set()
         self._waits: dict[int, int] = {}
+        self._put_off: dict[Stream, list[Slot]] = {}  # to be freed before the next chunk but one
+        self._settled: dict[Stream, list[Slot]] = {}  # to be freed before the next chunk
+        self._last_chunks = (-1, -1)  # positions of the last chunk but one, and of the last
 
     def has(self, value: ValueId) -> bool:
         """Whether *value* is on this device by now."""
@@ -49,62 +55,75 @@ class Program:
         self._slot_of[value.id] = slot
         return slot
 
-    def alias(self, value: ValueId, slot: Slot, extra_uses: int) -> None:
-        """Let *value* be another name of *slot*; its reads, *extra_uses* of them, count for the slot's own value."""
+    def alias(self, value: ValueId, slot: Slot) -> None:
+        """Let *value* be another name of *slot*: its reads take the place of one read of the slot's own value."""
         self._slot_of[value] = slot
-        self._uses[self._slots[slot].value] += extra_uses
+        self._uses[self._slots[slot].value] += self._uses[value] - 1
 
     def rename(self, value: ValueId, slot: Slot) -> None:
         """Let *value* be what the state *slot* holds from now on."""
         self._slot_of[value] = slot
 
-    def message(self, slot: Slot) -> Message:
-        """Shape and type of a slot."""
-        return self._slots[slot].message
-
     def emit(self, instruction: Instruction, *, consume: Iterable[Slot] = ()) -> None:
         """Append *instruction*, after waits for what it reads and overwrites; free the slots of *consume* (a slot
         counts once for each time that it occurs) that were used for the last time.
         """
-        stream = instruction.stream
-        for slot in instruction.reads():
-            self._wait_for(stream, self._writer.get(slot))
-        for slot in instruction.writes():
-            self._wait_for(stream, self._writer.get(slot))
-            for reader in self._readers.get(slot, {}).values():
-                self._wait_for(stream, reader)
+        if isinstance(instruction, Compute):
+            self._settle()
+        stream, reads, writes = instruction.stream, instruction.reads(), instruction.writes()
+        self._wait_for_writers(stream, reads)
+        if writes:
+            self._wait_for_all(stream, writes)
         index = self._append(instruction)
-        for slot in instruction.writes():
-            self._writer[slot] = index
-            self._readers.pop(slot, None)
-        for slot in instruction.reads():
-            self._readers.setdefault(slot, {})[stream] = index
+        writer, readers = self._writer, self._readers
+        for slot in writes:
+            writer[slot] = index
+            readers.pop(slot, None)
+        for slot in reads:
+            if (mine := readers.get(slot)) is None:
+                readers[slot] = {stream: index}
+            else:
+                mine[stream] = index
+        if isinstance(instruction, Compute):
+            self._last_chunks = (self._last_chunks[1], index)
         self._release(consume, stream)
 
     def finish(self) -> DevicePlan:
         """The plan; events are numbered by the instructions that something waits for."""
+        self._settle()
+        self._settle()
         events = {index: EventId(i) for i, index in enumerate(sorted(self._signals))}
-        instructions = tuple(
-            self._finished(index, instruction, events)
-            for index, instruction in enumerate(self._instructions)
-        )
-        return DevicePlan(self.device, tuple(self._slots), instructions)
-
-    def _finished(
-        self, index: int, instruction: Instruction, events: dict[int, EventId]
-    ) -> Instruction:
-        if isinstance(instruction, Wait):
-            return replace(instruction, event=events[self._waits[index]])
-        return replace(instruction, record=events[index]) if index in events else instruction
+        instructions = list(self._instructions)
+        for index, event in events.items():
+            instructions[index] = replace(instructions[index], record=event)
+        for index, signal in self._waits.items():
+            instructions[index] = replace(instructions[index], event=events[signal])
+        return DevicePlan(self.device, tuple(self._slots), tuple(instructions))
 
     def _append(self, instruction: Instruction) -> int:
         self._instructions.append(instruction)
         self._streams.append(instruction.stream)
         return len(self._instructions) - 1
 
-    def _wait_for(self, stream: Stream, index: int | None) -> None:
-        if index is None or self._streams[index] == stream:
-            return
+    def _wait_for_writers(self, stream: Stream, slots: Iterable[Slot]) -> None:
+        """Let *stream* wait for whatever wrote *slots*."""
+        writer, streams = self._writer, self._streams
+        for slot in slots:
+            index = writer.get(slot)
+            if index is not None and streams[index] != stream:
+                self._wait_for(stream, index)
+
+    def _wait_for_all(self, stream: Stream, slots: Iterable[Slot]) -> None:
+        """Let *stream* wait for whatever wrote or reads *slots*."""
+        readers = self._readers
+        for slot in slots:
+            self._wait_for_writers(stream, (slot,))
+            for other, index in readers.get(slot, {}).items():
+                if other != stream:
+                    self._wait_for(stream, index)
+
+    def _wait_for(self, stream: Stream, index: int) -> None:
+        """Let *stream* wait for instruction *index* of another stream, unless it has waited for a later one there."""
         key = (stream, self._streams[index])
         if self._waited.get(key, -1) >= index:
             return
@@ -120,20 +139,38 @@ class Program:
             if info.role in STATE:
                 continue
             self._uses[info.value] -= 1
-            if not self._uses[info.value]:
+            if self._uses[info.value]:
+                continue
+            if self._just_issued(slot, stream):
+                self._put_off.setdefault(stream, []).append(slot)
+            else:
                 dead.append(slot)
         if dead:
             self._free(dead, stream)
 
+    def _settle(self) -> None:
+        """Free what was put off before the last chunk."""
+        for stream, slots in self._settled.items():
+            self._free(slots, stream)
+        self._settled, self._put_off = self._put_off, {}
+
+    def _just_issued(self, slot: Slot, stream: Stream) -> bool:
+        """Whether another stream's reader of *slot*, issued since the last chunk but one, may still be under way."""
+        readers = self._readers.get(slot, {})
+        if len(readers) < 2:
+            return False
+        since = self._last_chunks[0]
+        return any(
+            reader > since and other != stream and self._waited.get((stream, other), -1) < reader
+            for other, reader in readers.items()
+        )
+
     def _free(self, dead: Sequence[Slot], stream: Stream) -> None:
-        for slot in dead:
-            self._wait_for(stream, self._writer.get(slot))
-            for reader in self._readers.get(slot, {}).values():
-                self._wait_for(stream, reader)
+        self._wait_for_all(stream, dead)
         self._append(Free(node=NodeId(-1), stream=stream, slots=tuple(dead)))
 
-    def drop_unread(self, slots: Iterable[Slot]) -> None:
-        """Free those of *slots*, just written on the compute stream, that nothing will read."""
+    def drop_unread(self, slots: Iterable[Slot], stream: Stream = COMPUTE) -> None:
+        """Free those of *slots*, just written on *stream*, that nothing will read."""
         dead = [s for s in slots if not self._uses.get(self._slots[s].value)]
         if dead:
-            self._free(dead, COMPUTE)
+            self._free(dead, stream)

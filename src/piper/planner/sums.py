@@ -55,16 +55,14 @@ class PartialSums:
         """Add what chunks have made."""
         self._flush(self._computed)
 
-    def finish(self, chunk: Chunk, uses: Mapping[ValueId, int]) -> None:
-        """The sum *chunk* is needed: add all that is left. A sum of one contribution is that contribution, which is then read as
-        often as *uses* says."""
+    def finish(self, chunk: Chunk) -> None:
+        """The sum *chunk* is needed: add all that is left. A sum of one contribution is that contribution."""
         self._flush(self._computed)
         self._flush(self._reduced)
         if len(chunk.inputs) > len(chunk.outputs):
             return
         for total, contribution in zip(chunk.outputs, chunk.inputs, strict=True):
-            program = self._program
-            program.alias(total, program.slot(contribution), uses[total] - 1)
+            self._program.alias(total, self._program.slot(contribution))
 
     def _flush(self, waiting: list[tuple[NodeId, list[ValueId]]]) -> None:
         for node, values in waiting:

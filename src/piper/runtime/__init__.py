@@ -1,1 +1,3 @@
-"""Executing plans: bodies as code, random streams, model state, the interpreter, and the worker around them."""
+"""Executing plans: bodies as code, random streams, model state, the interpreter, and the worker
+around them.
+"""

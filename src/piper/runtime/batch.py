@@ -1,10 +1,13 @@
-"""The global batch on a worker: its leaves by name, its signature, and one microbatch's rows of a leaf.
+"""The global batch on a worker: its leaves by name, its signature, and one microbatch's rows of a
+leaf.
 
-A batch is a pair ``(inputs, targets)``. A tree is any nesting of tuples, lists and mappings; everything else
-is a leaf. Leaves are named as in the training DAG: ``inputs``, ``inputs[0]``, ``inputs.mask``, ``targets``.
+A batch is a pair ``(inputs, targets)``. A tree is any nesting of tuples, lists and mappings;
+everything else is a leaf. Leaves are named as in the training DAG: ``inputs``, ``inputs[0]``,
+``inputs.mask``, ``targets``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,20 +22,25 @@ Batch: TypeAlias = tuple[object, object]
 Data: TypeAlias = Callable[[int], Batch]
 """``data(step) -> (inputs, targets)``; picklable where workers are processes."""
 
+SAMPLES = 4096
+"""About how many elements of a tensor its digest looks at."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeafSignature:
-    """One leaf: a tensor's global shape and element type (torch's name), or a constant."""
+    """One leaf. ``kind`` is a tensor's element type (torch's name), with its global ``shape``; else
+    the type of the ``constant`` (1, 1.0 and True are equal in Python, but not to a model).
+    """
 
     name: str
+    kind: str
     shape: tuple[int, ...] | None = None
-    dtype: str | None = None
     constant: object = None
 
     def __str__(self) -> str:
-        if self.dtype is None:
+        if self.shape is None:
             return f"{self.name} = {self.constant!r}"
-        return f"{self.name}: {self.dtype}{list(self.shape or ())}"
+        return f"{self.name}: {self.kind}{list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ def _leaves(name: str, tree: object) -> Iterator[tuple[str, object]]:
 def signature(batch: Batch) -> Signature:
     """The signature of a global batch.
 
-    Raises :class:`BatchError` when it is not a pair.
+    Raises :class:`BatchError` when it is not a pair, or a leaf is neither a tensor nor hashable.
     """
     return signature_of(flatten(batch))
 
@@ -96,16 +104,35 @@ def signature_of(leaves: Mapping[str, object]) -> Signature:
     return Signature(tuple(_leaf_signature(name, leaves[name]) for name in sorted(leaves)))
 
 
+def digest(leaves: Mapping[str, object]) -> int:
+    """32 bits that differ, with near certainty, between batches of different content: a checksum of samples of every tensor."""
+    found = 0
+    for name in sorted(leaves):
+        leaf = leaves[name]
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // SAMPLES)].contiguous().cpu()
+            found = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
 def _leaf_signature(name: str, leaf: object) -> LeafSignature:
     if isinstance(leaf, torch.Tensor):
-        return LeafSignature(name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
-    return LeafSignature(name, constant=leaf)
+        return LeafSignature(name, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+    kind = type(leaf).__name__
+    if not isinstance(leaf, Hashable):
+        raise BatchError(
+            f"batch leaf {name!r} is a {kind}, which is neither a tensor nor a constant that can be compared; make it a "
+            f"torch tensor (torch.as_tensor)"
+        )
+    return LeafSignature(name, kind, constant=leaf)
 
 
 def microbatch_rows(
     leaf: BatchLeaf, tensor: torch.Tensor, microbatch: int, count: int
 ) -> torch.Tensor:
-    """Rows of global microbatch number *microbatch* of *count*; the whole tensor if it is not split.
+    """Rows of global microbatch number *microbatch* of *count*; the whole tensor if it is not
+    split.
 
     A view of *tensor*, contiguous where it is split on dimension 0.
     """

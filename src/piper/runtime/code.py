@@ -2,7 +2,7 @@
 
 import linecache
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import CodeType
 from typing import TypeAlias
@@ -17,10 +17,10 @@ from piper.ir.symbols import Expr, bind, evaluate
 from piper.ops.base import RandomKey
 from piper.runtime.random import draw, generator_for
 
-ChunkCode: TypeAlias = Callable[
-    [Sequence[torch.Tensor], RandomKey | None], tuple[torch.Tensor, ...]
-]
-"""``(inputs, random key) -> outputs``. Pure; to be called under ``torch.no_grad()``."""
+ChunkCode: TypeAlias = Callable[[list[torch.Tensor], RandomKey | None], tuple[torch.Tensor, ...]]
+"""``(inputs, random key) -> outputs``. Pure, but empties the list of inputs; to be called under
+``torch.no_grad()``.
+"""
 
 GETITEM = "operator.getitem"
 
@@ -28,8 +28,8 @@ GETITEM = "operator.getitem"
 def chunk_function(body: ir.Body, bindings: Mapping[str, int], device: torch.device) -> ChunkCode:
     """The code of *body* with every symbol bound, for tensors on *device*. Cached.
 
-    Raises :class:`PlanError` for an operator that this torch does not have, and :class:`CaptureError` for a random
-    operator that takes no generator.
+    Raises :class:`PlanError` for an operator that this torch does not have, and
+    :class:`CaptureError` for a random operator that takes no generator.
     """
     return _compiled(body, tuple(sorted(bindings.items())), device)
 
@@ -94,6 +94,9 @@ class _Writer:
         if any(i in last for i in range(count)):
             unpack = ", ".join(f"v{i}" if i in last else "_" for i in range(count))
             lines.append(f"    {unpack}, = inputs")
+            if any(i not in last for i in range(count)):
+                lines.append("    del _")
+        lines.append("    inputs.clear()")
         dying: dict[int, list[int]] = {}
         for ref, position in last.items():
             dying.setdefault(position, []).append(ref)

@@ -33,7 +33,9 @@ Closure: TypeAlias = Callable[[], None]
 
 
 class Binding:
-    """What instructions see of the device while they are bound. Implements :class:`~piper.ops.base.Runtime`."""
+    """What instructions see of the device while they are bound. Implements
+    :class:`~piper.ops.base.Runtime`.
+    """
 
     def __init__(
         self,
@@ -53,11 +55,16 @@ class Binding:
         self._plan = plan
         self._torch_device = device.torch_device
         self._communicators = communicators
+        self._functions: dict[BodyId, ChunkFunction] = {}
 
     def function(self, body: BodyId) -> ChunkFunction:
         """The code of a body, sizes bound."""
-        code = chunk_function(self._plan.dag.bodies[body], self._plan.bindings, self._torch_device)
-        return cast("ChunkFunction", code)
+        function = self._functions.get(body)
+        if function is None:
+            plan = self._plan
+            code = chunk_function(plan.dag.bodies[body], plan.bindings, self._torch_device)
+            function = self._functions[body] = cast("ChunkFunction", code)
+        return function
 
     def communicator(self, name: CommunicatorId) -> Communicator:
         """A communicator of which this device is a member."""
@@ -77,9 +84,10 @@ class Program:
 
     *constants* are buffers that this plan alone has.
 
-    Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and instruction, with the original
-    as its cause; :class:`CommunicationError` and :class:`AbortedError` keep their class, since they are mostly the
-    consequence of another device's failure.
+    Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and
+    instruction, with the original as its cause; :class:`CommunicationError` and
+    :class:`AbortedError` keep their class, since they are mostly the consequence of another
+    device's failure.
     """
 
     def __init__(
@@ -111,7 +119,9 @@ class Program:
         self._closures = [step.run for step in self._steps]
 
     def run(self) -> None:
-        """Execute the step; afterwards everything is complete and all slots but the state's are empty."""
+        """Execute the step; afterwards everything is complete and all slots but the state's are
+        empty.
+        """
         position = -1
         try:
             with torch.no_grad():
@@ -205,7 +215,7 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
     device = binding.device
     flying: dict[Stream, set[Slot]] = {}
     steps: list[Step] = []
-    for instruction in instructions:
+    for number, instruction in enumerate(instructions):
         stream = instruction.stream
         written = flying.setdefault(stream, set())
         touched = chain(instruction.reads(), instruction.writes(), instruction.frees())
@@ -213,7 +223,7 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
             written.clear()
             if (settle := device.after_stream(stream)) is not None:
                 steps.append(Step(settle, instruction))
-        launch = instruction.bind(binding)
+        launch = instruction.bind_last(binding, _dying(instructions, number, device))
         if launch is None:
             if instruction.record is None:
                 continue
@@ -225,3 +235,19 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
         )
         steps.append(Step(closure, instruction))
     return steps
+
+
+def _dying(instructions: Sequence[Instruction], number: int, device: Device) -> frozenset[Slot]:
+    """The slots that are freed right after instruction *number*, on its stream; none where memory
+    is given up by the device.
+    """
+    stream, slots = instructions[number].stream, set[Slot]()
+    if device.releaser(stream) is not None:
+        return frozenset()
+    for index in range(number + 1, len(instructions)):
+        following = instructions[index]
+        idle = not (following.reads() or following.writes())
+        if not (idle and following.frees() and following.stream == stream):
+            break
+        slots.update(following.frees())
+    return frozenset(slots)

@@ -1,8 +1,9 @@
 """Random numbers that do not depend on the strategy.
 
-Each random operator call draws from its own stream, named by (seed, step, global microbatch, ordinal of the call among the
-random calls of the captured graph). So chunk boundaries, schedules, recomputation, threads and processes do not change one
-bit, and eager PyTorch under :class:`DrawFrom` draws the same numbers.
+Each random operator call draws from its own stream, named by (seed, step, global microbatch,
+ordinal of the call among the random calls of the captured graph). So chunk boundaries, schedules,
+recomputation, threads and processes do not change one bit, and eager PyTorch under
+:class:`DrawFrom` draws the same numbers.
 """
 
 import threading
@@ -36,7 +37,9 @@ def stream_seed(seed: int, step: int, microbatch: int, ordinal: int) -> int:
 
 
 class _Generators(threading.local):
-    """One generator per thread and device: reseeding costs 1 µs, and a stream is drawn from in one call."""
+    """One generator per thread and device: reseeding costs 1 µs, and a stream is drawn from in one
+    call.
+    """
 
     def __init__(self) -> None:
         self.by_device: dict[torch.device, torch.Generator] = {}
@@ -62,7 +65,9 @@ def generator_for(key: RandomKey, slot: int, device: torch.device) -> torch.Gene
 
 
 def is_random(overload: OpOverload) -> bool:
-    """Whether the operator is tagged as drawing random numbers; capture counts ordinals by this tag."""
+    """Whether the operator is tagged as drawing random numbers; capture counts ordinals by this
+    tag.
+    """
     return torch.Tag.nondeterministic_seeded in overload.tags
 
 
@@ -157,7 +162,9 @@ def _without_dropout(overload: OpOverload) -> Draw:
 def _native_dropout(
     generator: torch.Generator, /, value: torch.Tensor, p: float, train: bool | None = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``aten.native_dropout`` with the mask drawn from *generator*: ``(value * mask / (1 - p), mask)``."""
+    """``aten.native_dropout`` with the mask drawn from *generator*: ``(value * mask / (1 - p),
+    mask)``.
+    """
     if train is False or p == 0:
         return value.clone(), torch.ones_like(value, dtype=torch.bool)
     if p == 1:
@@ -172,8 +179,8 @@ _SPECIAL: Mapping[OpOverload, Draw] = {torch.ops.aten.native_dropout.default: _n
 class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Make eager PyTorch draw what a captured step draws for one global microbatch.
 
-    Ordinals count the random operator calls inside one ``with`` block, in call order. In-place operators are included.
-    Use it around the forward of one microbatch.
+    Ordinals count the random operator calls inside one ``with`` block, in call order. In-place
+    operators are included. Use it around the forward of one microbatch.
     """
 
     def __init__(self, seed: int, step: int, microbatch: int) -> None:
@@ -212,7 +219,9 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
 
 def _device_of(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.device:
-    """Where an operator call computes: its tensors' device, else the one that it names, else the CPU."""
+    """Where an operator call computes: its tensors' device, else the one that it names, else the
+    CPU.
+    """
     for value in args:
         if isinstance(value, torch.Tensor):
             return value.device

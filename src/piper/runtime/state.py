@@ -1,6 +1,8 @@
-"""The model state of one device: parameters, buffers, and one optimizer over the parameters that it holds.
+"""The model state of one device: parameters, buffers, and one optimizer over the parameters that it
+holds.
 
-State belongs to names, not to a plan: any number of plans may use it, and a snapshot loads into any layout.
+State belongs to names, not to a plan: any number of plans may use it, and a snapshot loads into any
+layout.
 """
 
 import inspect
@@ -25,7 +27,9 @@ OptimizerFactory: TypeAlias = Callable[[ParamsArgument], Optimizer]
 Weights: TypeAlias = (
     Mapping[str, torch.Tensor] | Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 )
-"""Initial tensors by parameter's or buffer's name, or a function that makes those of the given names."""
+"""Initial tensors by parameter's or buffer's name, or a function that makes those of the given
+names.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,11 @@ class Slice:
 class OptimizerSpec:
     """How each worker makes its optimizer.
 
-    ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``: shell-style patterns over parameter names
-    (any alias of a tied parameter counts). Parameters that no pattern matches form the last group, without options of
-    their own. ``lr_schedule`` maps the step to a factor on every group's learning rate.
-    ``observe`` is shown the final gradients, by parameter name, before each update; of the names in its second argument, slices.
+    ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``: shell-style patterns
+    over parameter names (any alias of a tied parameter counts). Parameters that no pattern matches
+    form the last group, without options of their own. ``lr_schedule`` maps the step to a factor on
+    every group's learning rate. ``observe`` is shown the final gradients, by parameter name, before
+    each update.
     """
 
     build: OptimizerFactory
@@ -63,7 +68,9 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSnapshot:
-    """Optimizer state by parameter name, and each group's options (learning rates before the schedule's factor)."""
+    """Optimizer state by parameter name, and each group's options (learning rates before the
+    schedule's factor).
+    """
 
     state: dict[str, dict[str, object]]
     groups: tuple[dict[str, object], ...]
@@ -96,8 +103,8 @@ class ModelState:
     A device may hold a parameter whole, or a slice of it, or both; what the optimizer updates is the slice if there is one.
     *parameters* are whole tensors in either case; *slices* says of which a slice is held, *whole* which are held whole.
 
-    Raises :class:`StateError` for a tensor that does not have the model's shape or type, :class:`ConfigError` for an
-    optimizer that cannot serve.
+    Raises :class:`StateError` for a tensor that does not have the model's shape or type,
+    :class:`ConfigError` for an optimizer that cannot serve.
     """
 
     def __init__(
@@ -149,7 +156,8 @@ class ModelState:
             group["lr"] = rate * factor
 
     def update(self, gradients: Mapping[str, torch.Tensor], scale: torch.Tensor | None) -> None:
-        """Let the optimizer update the named parameters from their gradients, each divided by *scale*.
+        """Let the optimizer update the named parameters from their gradients, each divided by
+        *scale*.
 
         Parameters that are not named keep their value and their optimizer state, as in PyTorch.
         """
@@ -204,9 +212,11 @@ class ModelState:
     def snapshot(
         self, names: Iterable[str], *, optimizer: bool, everything: bool = False
     ) -> StateSnapshot:
-        """Copies, on the CPU, of the named parameters and buffers; with *optimizer* its state for those parameters.
+        """Copies, on the CPU, of the named parameters and buffers; with *optimizer* its state for
+        those parameters.
 
-        Where the device holds a slice of a parameter that is what is copied, and the whole one too only if *everything* is asked for.
+        Where the device holds a slice of a parameter that is what is copied, and the whole one too only
+        if *everything* is asked for.
         """
         wanted = set(names)
         parameters = {
@@ -224,7 +234,9 @@ class ModelState:
         return StateSnapshot(parameters, buffers, state, shards)
 
     def restore(self, snapshot: StateSnapshot) -> None:
-        """Overwrite what this device holds with the entries of *snapshot*; other entries are ignored."""
+        """Overwrite what this device holds with the entries of *snapshot*; other entries are
+        ignored.
+        """
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if name in snapshot.parameters:
@@ -325,9 +337,11 @@ def _padded_slice(tensor: torch.Tensor, part: Slice, device: torch.device) -> to
 def group_parameters(
     model: Mapping[str, Parameter], param_groups: Sequence[Mapping[str, object]] | None
 ) -> list[tuple[list[str], dict[str, object]]]:
-    """Names and options of each group, in order; the last has the parameters that no pattern matches (if any).
+    """Names and options of each group, in order; the last has the parameters that no pattern
+    matches (if any).
 
-    Raises :class:`ConfigError` for a malformed group, a pattern that matches nothing, and a parameter in two groups.
+    Raises :class:`ConfigError` for a malformed group, a pattern that matches nothing, and a
+    parameter in two groups.
     """
     trained = [p for p in model.values() if p.requires_grad]
     owner: dict[str, int] = {}
@@ -411,7 +425,9 @@ def check_tensor(kind: str, name: str, tensor: torch.Tensor, spec: TensorSpec) -
 def check_snapshot(
     snapshot: StateSnapshot, parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]
 ) -> None:
-    """Raise :class:`StateError` unless *snapshot* is a complete state of the model (non-persistent buffers may be absent)."""
+    """Raise :class:`StateError` unless *snapshot* is a complete state of the model (non-persistent
+    buffers may be absent).
+    """
     _check_names("parameter", snapshot.parameters, parameters, set(parameters))
     required = {name for name, buffer in buffers.items() if buffer.persistent}
     _check_names("buffer", snapshot.buffers, buffers, required)
@@ -445,7 +461,8 @@ def to_user_names(
 def from_user_names(
     tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Parameter] | Mapping[str, Buffer]
 ) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`to_user_names`: by first name; any alias will do. Names of nothing stay as they are.
+    """The inverse of :func:`to_user_names`: by first name; any alias will do. Names of nothing stay
+    as they are.
 
     Raises :class:`StateError` when aliases of one tensor were given different values.
     """

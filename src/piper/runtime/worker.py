@@ -18,6 +18,7 @@ from piper.runtime.batch import (
     Batch,
     Data,
     Signature,
+    digest,
     flatten,
     signature_of,
 )
@@ -26,7 +27,9 @@ from piper.runtime.interpreter import Program
 from piper.runtime.state import ModelState, OptimizerSpec, Slice, StateSnapshot, Weights
 
 CommunicatorFactory: TypeAlias = Callable[[CommunicatorId, tuple[DeviceId, ...]], Communicator]
-"""Makes this device's end; every member makes its own at the same point of the same sequence of calls."""
+"""Makes this device's end; every member makes its own at the same point of the same sequence of
+calls.
+"""
 
 CONTROL: CommunicatorId = "control"
 """The communicator over all devices on which they agree whether to run a step."""
@@ -34,7 +37,9 @@ CONTROL: CommunicatorId = "control"
 
 @dataclass(frozen=True, slots=True)
 class WorkerStep:
-    """What one device reports of one step: scalars by name and global microbatch, and the time it took in seconds."""
+    """What one device reports of one step: scalars by name and global microbatch, and the time it
+    took in seconds.
+    """
 
     step: int
     values: dict[str, dict[int, float]]
@@ -43,7 +48,9 @@ class WorkerStep:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRun:
-    """The completed steps; ``stopped_at`` as in a backend's result, ``signature`` only from a device that saw the batch."""
+    """The completed steps; ``stopped_at`` as in a backend's result, ``signature`` only from a
+    device that saw the batch.
+    """
 
     steps: tuple[WorkerStep, ...]
     stopped_at: int | None = None
@@ -89,14 +96,17 @@ class Worker:
         signature: Signature,
         constants: Mapping[str, torch.Tensor],
     ) -> None:
-        """Make *mine*, the part of *plan* for this device, ready to run; *constants* are buffers that only this plan has.
+        """Make *mine*, the part of *plan* for this device, ready to run; *constants* are buffers
+        that only this plan has.
 
-        Of *plan* are read: the bindings and numbers, the communicators, and the DAG's nodes, bodies, state, batch and splits.
+        Of *plan* are read: the bindings and numbers, the communicators, and the DAG's nodes,
+        bodies, state, batch and splits.
         """
         for info in plan.communicators:
             if self._rank in info.members:
                 self._join(info.name, info.members)
-        self._join(CONTROL, self._everyone)
+        if len(self._everyone) > 1:
+            self._join(CONTROL, self._everyone)
         device = self._make_device()
         context = Context(plan, device.torch_device)
         loads = any(isinstance(i, LoadInput) for i in mine.instructions)
@@ -137,7 +147,8 @@ class Worker:
     ) -> WorkerRun:
         """Run steps of plan *key*. *data* is only needed where inputs are loaded.
 
-        With *agree* the devices check before each step that every one of them has a batch of the plan's signature.
+        With *agree* the devices check before each step that every one of them has a batch of the
+        plan's signature.
         """
         loaded = self._plans[key]
         assert loaded.program is not None, "run before initialise"
@@ -146,7 +157,7 @@ class Worker:
         for step in range(first_step, first_step + num_steps):
             began = time.perf_counter()
             found = self._load_batch(loaded, data, step)
-            if agree and self._anyone(found is not None):
+            if agree and self._someone_stops(loaded, found, step):
                 loaded.context.leaves = {}
                 return WorkerRun(tuple(done), step, found)
             assert agree or found is None, "the driver checked the batch"
@@ -193,16 +204,32 @@ class Worker:
         try:
             batch: Batch = data(step)
             leaves = flatten(batch)
+            found = signature_of(leaves)
         except Exception as error:
             raise RunError(
                 f"device {self._rank}: the batch of step {step} could not be loaded: {type(error).__name__}: {error}"
             ) from error
-        found = signature_of(leaves)
         loaded.context.leaves = leaves
         return None if found == loaded.signature else found
 
-    def _anyone(self, mine: bool) -> bool:
-        """Whether *mine* holds on any device."""
-        flag = torch.tensor([int(mine)], dtype=torch.int64)
-        self._communicators[CONTROL].all_reduce(flag).wait()
-        return bool(flag.item())
+    def _someone_stops(self, loaded: _Loaded, found: Signature | None, step: int) -> bool:
+        """Whether any device *found* a signature that is not the plan's.
+
+        Raises :class:`RunError` when the devices that load inputs were given different batches: inputs of one would meet
+        targets of another.
+        """
+        if len(self._everyone) == 1:
+            return found is not None
+        mine = digest(loaded.context.leaves) if loaded.loads else 0
+        sums = torch.tensor([found is not None, loaded.loads, mine], dtype=torch.int64)
+        self._communicators[CONTROL].all_reduce(sums).wait()
+        stopping, loading, total = sums.tolist()
+        if stopping:
+            return True
+        if loaded.loads and mine * loading != total:
+            raise RunError(
+                f"device {self._rank}: data({step}) returned other tensors here than on another device. Every device that loads "
+                "inputs calls it, so it must depend on the step alone: not on an iterator, a global random state or the time. "
+                "For an iterable, pass the iterable itself"
+            )
+        return False

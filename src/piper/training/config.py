@@ -9,6 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -18,6 +19,7 @@ from msgspec import Meta, inspect
 from msgspec.structs import replace
 
 from piper.api.strategies import pipeline
+from piper.backends import Backend, make_backend
 from piper.directives.base import Directive
 from piper.directives.strategy import load_strategy
 from piper.errors import ConfigError, PiperError, nearest
@@ -29,7 +31,7 @@ Index: TypeAlias = Annotated[int, Meta(ge=0)]
 Positive: TypeAlias = Annotated[float, Meta(gt=0)]
 NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
-ParamGroups: TypeAlias = Iterable[torch.nn.Parameter] | Iterable[dict[str, object]]
+ParamGroups: TypeAlias = Iterable[torch.Tensor] | Iterable[dict[str, object]]
 
 
 class TransformerSection(
@@ -179,20 +181,46 @@ OPTIMIZER_NAMES = ("adamw", "adam", "sgd")
 class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[train]``: *batch_size* sequences over all replicas, *seq_len* bytes each.
 
-    The held-out loss is taken every *eval_every* steps over *eval_batches* batches. The run ends after
-    *steps* steps or *max_minutes* minutes, whichever comes first.
+    The learning rate grows linearly over the first *warmup_steps* steps. The held-out loss is taken
+    every *eval_every* steps over *eval_batches* batches. The run ends after *steps* steps or
+    *max_minutes* minutes, whichever comes first; then one process repeats the first *reference_steps*
+    of its steps, for comparison. *address* is that of a running Ray cluster; without it Ray is started
+    on this machine.
     """
 
     steps: Count = 500
     batch_size: Count = 16
     seq_len: Count = 128
+    warmup_steps: Index = 0
     eval_every: Count = 100
     eval_batches: Count = 16
-    max_grad_norm: Positive | None = None
+    reference_steps: Index = 100
     max_minutes: Positive | None = None
     seed: Index = 0
     backend: Literal["ray", "inprocess"] = "ray"
+    address: str | None = None
     out_dir: str = "runs/latest"
+
+    def make_backend(self) -> Backend:
+        """The backend; nothing is started yet."""
+        if self.address is not None:
+            return make_backend(self.backend, address=self.address)
+        return make_backend(self.backend)
+
+    def warmup(self) -> "Warmup | None":
+        """The schedule of the learning rate, if it has one."""
+        return Warmup(self.warmup_steps) if self.warmup_steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """Factor on the learning rate in step 0, 1, …: ``1/steps``, ``2/steps``, up to 1 and then 1."""
+
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        """The factor in *step*."""
+        return min(1.0, (step + 1) / self.steps)
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -264,6 +292,7 @@ def load_config(path: str | Path) -> RunConfig:
     config = _convert(path, raw)
     _check_strategy(path, config.strategy)
     _check_optimizer(path, config.optimizer)
+    _check_train(path, config.train)
     config = _relative_to(path.parent, config)
     try:
         config.transformer()
@@ -446,6 +475,14 @@ def _check_optimizer(path: Path, optimizer: OptimizerSection) -> None:
     if isinstance(optimizer, SGDSection) and optimizer.nesterov and optimizer.momentum == 0.0:
         raise ConfigError(
             f"{path}: optimizer.nesterov: expected a momentum above 0 with it, found momentum 0"
+        )
+
+
+def _check_train(path: Path, train: TrainSection) -> None:
+    if train.address is not None and train.backend != "ray":
+        raise ConfigError(
+            f'{path}: train.address: only backend = "ray" has an address, found backend = '
+            f'"{train.backend}"; remove one of them'
         )
 
 

@@ -17,7 +17,6 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag="train", tag_fi
 
     step: int
     loss: float
-    grad_norm: float | None
     seconds: float
     tokens_per_second: float
 

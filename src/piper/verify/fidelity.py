@@ -35,6 +35,8 @@ class _Expected:
     def __init__(self, subject: Subject) -> None:
         dag = subject.dag
         self.nodes: list[list[NodeId]] = [[] for _ in subject.traces]
+        self.summands: list[list[ValueId]] = [[] for _ in subject.traces]
+        self.reports: list[list[ValueId]] = [[] for _ in subject.traces]
         self.numbers: dict[NodeId, int] = {}
         self.aliases: dict[ValueId, ValueId] = {}
         self.sum_of: dict[ValueId, ValueId] = {}
@@ -61,6 +63,9 @@ class _Expected:
             self.reported.update({v: ("weight", m) for m, v in enumerate(dag.weights)})
         self._homes: dict[ValueId, tuple[DeviceId, ...]] = {}
         self._subject = subject
+        for value in self.reported:
+            for device in self.homes(value):
+                self.reports[device].append(value)
 
     def _sum(self, node: Chunk) -> None:
         """A sum of one value is another name of it; one of several is done by ``Accumulate`` as they come."""
@@ -69,6 +74,8 @@ class _Expected:
             self.aliases.update(zip(node.outputs, node.inputs, strict=True))
         else:
             self.sum_of.update({v: node.outputs[i // each] for i, v in enumerate(node.inputs)})
+            for device in node.participants:
+                self.summands[device].extend(node.inputs)
 
     def _updated(self, node: Chunk, work: Update) -> Iterator[tuple[ValueId, ValueId]]:
         """An updated slice is what the parameter's slice holds from then on."""
@@ -252,8 +259,11 @@ class _Device:
         inputs = self.expected.inputs(node, device) if work.consumes(position) else ()
         stored = self.expected.stored(node)
         outputs = (*(node.outputs if work.delivers(position) else ()), *stored)
-        bad += self.differ("reads", reads, inputs)
-        bad += self.differ("writes", writes, outputs)
+        get = self.values.__getitem__
+        if tuple(map(get, reads)) != inputs:
+            bad += self.differ("reads", reads, inputs)
+        if tuple(map(get, writes)) != outputs:
+            bad += self.differ("writes", writes, outputs)
         site = Site(
             node.id,
             work.stream(node.stream, group),
@@ -311,18 +321,19 @@ class _Device:
     # What must have happened by the end.
 
     def missing(self) -> Iterator[str]:
-        here, homes = f"device {self.device}", self.expected.homes
-        for node in self.expected.nodes[self.device]:
+        here, expected = f"device {self.device}", self.expected
+        for node in expected.nodes[self.device]:
             if node not in self.seen:
                 yield f"{here}: node {node} [{node_label(self.dag, node)}] is never executed"
-        for value, total in self.expected.sum_of.items():
-            if value not in self.added and self.device in homes(value):
+        for value in expected.summands[self.device]:
+            if value not in self.added:
                 yield (
                     f"{here}: {describe_value(self.dag, value)} is never added to "
-                    f"{describe_value(self.dag, total)}"
+                    f"{describe_value(self.dag, expected.sum_of[value])}"
                 )
-        for value, (name, m) in self.expected.reported.items():
-            if value not in self.reports and self.device in homes(value):
+        for value in expected.reports[self.device]:
+            if value not in self.reports:
+                name, m = expected.reported[value]
                 yield f"{here}: the {name} of microbatch {m} is never reported"
 
     # Helpers.

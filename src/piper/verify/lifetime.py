@@ -32,14 +32,16 @@ class _Table:
     def run(self) -> Iterator[str]:
         trace, live, stored = self.trace, self.live, self.stored
         for i, (reads, writes, frees) in enumerate(
-            zip(trace.reads, trace.writes, trace.frees, strict=True)
+            zip(trace.uses, trace.writes, trace.frees, strict=True)
         ):
             for slot in reads:
                 if slot not in live or (slot in stored and not self._wants_new(i, slot)):
                     yield self._unreadable(i, slot)
             for slot in writes:
-                if slot in live and slot not in reads:
-                    yield from self._overwrite(i, slot)
+                if slot in trace.state:
+                    yield from self._store(i, slot)
+                elif slot in live and slot not in reads:
+                    yield f"{self._at(i)}: overwrites {self._name(slot)}, which was not freed"
                 live.add(slot)
             for slot in frees:
                 yield from self._free(i, slot)
@@ -51,13 +53,13 @@ class _Table:
         node = self.subject.dag.nodes.get(self.trace.instructions[i].node)
         return node is not None and self.trace.values[slot] not in node.inputs
 
-    def _overwrite(self, i: int, slot: Slot) -> Iterator[str]:
-        if slot not in self.trace.state:
-            yield f"{self._at(i)}: overwrites {self._name(slot)}, which was not freed"
-        elif slot in self.stored:
-            yield f"{self._at(i)}: stores {self._name(slot)} again after {self._at(self.stored[slot])}"
-        else:
-            self.stored[slot] = i
+    def _store(self, i: int, slot: Slot) -> Iterator[str]:
+        if slot in self.stored:
+            yield (
+                f"{self._at(i)}: stores {self._name(slot)} again after "
+                f"{self._at(self.stored[slot])}"
+            )
+        self.stored[slot] = i
 
     def _free(self, i: int, slot: Slot) -> Iterator[str]:
         if slot in self.trace.state:

@@ -49,7 +49,7 @@ class _Detector:
 
     def run(self) -> Iterator[Problem]:
         trace, number, streams = self.trace, self.number, self.trace.streams
-        reads, writes, frees = trace.reads, trace.writes, trace.frees
+        reads, writes, frees = trace.uses, trace.writes, trace.frees
         writer: dict[Slot, int] = {}
         readers: dict[Slot, list[int]] = {}
         started = self._executions()
@@ -61,12 +61,12 @@ class _Detector:
                 if w is not None and clock[streams[w]] < number[w]:
                     yield self._missing(i, w, slot)
                 readers.setdefault(slot, []).append(i)
-            for slot in writes[i] + frees[i]:  # disjoint: nothing frees what it writes
-                before = [r for r in readers.pop(slot, ()) if r != i]
+            for slot in writes[i] + frees[i]:
+                before = readers.pop(slot, [])
                 if slot in writer:
                     before.append(writer[slot])
                 for j in before:
-                    if clock[streams[j]] < number[j]:
+                    if j != i and clock[streams[j]] < number[j]:
                         yield self._missing(i, j, slot)
                 writer[slot] = i
 

@@ -4,6 +4,7 @@ Other checks rely on it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from piper.ids import Slot, Stream
 from piper.ir.dag import STATE, LossKind, Role, Value
@@ -13,7 +14,8 @@ from piper.ops.base import CommunicatorId, Instruction, Rendezvous
 from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.model import CommunicatorInfo, DevicePlan, Plan
-from piper.verify.trace import Messages, Problem, Subject, Trace, describe
+from piper.verify.aliases import find_aliases
+from piper.verify.trace import Messages, Problem, Subject, Trace, node_label
 
 CHECK = "structure"
 
@@ -35,7 +37,9 @@ def check_structure(plan: Plan) -> tuple[Subject, list[Problem]]:
             [info.value for info in device.slots],
             frozenset(Slot(i) for i, s in enumerate(device.slots) if s.role in STATE),
         )
-        problems += (Problem(CHECK, text) for text in _unfold(plan, trace, communicators))
+        _unfold(trace)
+        problems += (Problem(CHECK, text) for text in _instructions(plan, trace, communicators))
+        find_aliases(trace, plan.dag.bodies)
         traces.append(trace)
     return Subject(plan, tuple(traces), messages), problems
 
@@ -120,49 +124,73 @@ def _shard(plan: Plan, device: DevicePlan, value: Value) -> tuple[int, int] | No
     return None
 
 
-def _unfold(
+def _unfold(trace: Trace) -> None:
+    """Fill the trace's lists."""
+    instructions = trace.instructions
+    numbers: dict[Stream, int] = {}
+    trace.streams.extend([numbers.setdefault(x.stream, len(numbers)) for x in instructions])
+    trace.stream_names.extend(numbers)
+    trace.reads.extend([x.reads() for x in instructions])
+    trace.writes.extend([x.writes() for x in instructions])
+    trace.frees.extend([x.frees() for x in instructions])
+    trace.meetings.extend([x.rendezvous() for x in instructions])
+    recorders, waits = trace.recorders, trace.waits
+    for i, instruction in enumerate(instructions):
+        if type(instruction) is Wait:
+            waits.append(recorders.get(instruction.event, -1))
+            continue
+        waits.append(-1)
+        if instruction.record is not None:
+            recorders.setdefault(instruction.record, i)
+
+
+def _instructions(
     plan: Plan, trace: Trace, communicators: Mapping[CommunicatorId, CommunicatorInfo]
 ) -> Iterator[str]:
-    """Fill the trace's lists; yield what is out of range or malformed."""
-    nodes, num_slots = plan.dag.nodes, len(trace.values)
-    stream_numbers: dict[Stream, int] = {}
-    recorders = trace.recorders
-    for i, instruction in enumerate(trace.instructions):
-        bad: list[str] = []
-        reads, writes, frees = instruction.reads(), instruction.writes(), instruction.frees()
-        meeting = instruction.rendezvous()
-        for slots in (reads, writes, frees):
-            if slots and (min(slots) < 0 or max(slots) >= num_slots):
-                bad += [
-                    f"slot %{slot} does not exist; the device has {num_slots} slots"
-                    for slot in slots
-                    if not 0 <= slot < num_slots
-                ]
-        for slots, done in ((writes, "written"), (frees, "freed")):
+    """What is out of range or malformed in single instructions."""
+    bad: dict[int, list[str]] = {}
+    for i, text in chain(_slot_use(trace), _references(plan, trace)):
+        bad.setdefault(i, []).append(text)
+    for i, meeting in enumerate(trace.meetings):
+        if meeting is not None and (texts := _meeting(trace.device, meeting, communicators)):
+            bad.setdefault(i, []).extend(texts)
+    for i in sorted(bad):
+        # Not the instruction's own text: its fields may not fit together.
+        instruction = trace.instructions[i]
+        here = f"device {trace.device} #{i} {instruction.op}"
+        if label := node_label(plan.dag, instruction.node):
+            here += f" [{label}]"
+        yield from (f"{here}: {text}" for text in bad[i])
+
+
+def _slot_use(trace: Trace) -> Iterator[tuple[int, str]]:
+    """Slots that do not exist or that one instruction changes twice."""
+    size = len(trace.values)
+    columns = (("read", trace.reads), ("written", trace.writes), ("freed", trace.frees))
+    for done, column in columns:
+        used: set[Slot] = set().union(*column)
+        if used and (min(used) < 0 or max(used) >= size):
+            for i, slots in enumerate(column):
+                for slot in slots:
+                    if not 0 <= slot < size:
+                        yield i, f"slot %{slot} does not exist; the device has {size} slots"
+        if done == "read":
+            continue
+        for i, slots in enumerate(column):
             if len(slots) > 1 and len(set(slots)) != len(slots):
-                bad.append(f"a slot is {done} twice by one instruction")
-        if not instruction.stream:
-            bad.append("the stream has no name")
+                yield i, f"a slot is {done} twice by one instruction"
+
+
+def _references(plan: Plan, trace: Trace) -> Iterator[tuple[int, str]]:
+    """Nodes that do not exist, streams without a name, fields that do not fit together."""
+    nodes = plan.dag.nodes
+    for i, instruction in enumerate(trace.instructions):
         if instruction.node not in nodes and instruction.node != -1:
-            bad.append(f"node {instruction.node} is not in the DAG")
-        if meeting is not None:
-            bad.extend(_meeting(trace.device, meeting, communicators))
-        elif check := _FIELDS.get(type(instruction)):
-            bad.extend(check(instruction))
-        trace.streams.append(stream_numbers.setdefault(instruction.stream, len(stream_numbers)))
-        trace.reads.append(reads)
-        trace.writes.append(writes)
-        trace.frees.append(frees)
-        trace.meetings.append(meeting)
-        if type(instruction) is Wait:
-            trace.waits.append(recorders.get(instruction.event, -1))
-        else:
-            trace.waits.append(-1)
-            if instruction.record is not None:
-                recorders.setdefault(instruction.record, i)
-        for text in bad:
-            yield f"device {trace.device} #{i} {describe(plan.dag, instruction)}: {text}"
-    trace.stream_names.extend(stream_numbers)
+            yield i, f"node {instruction.node} is not in the DAG"
+        if not instruction.stream:
+            yield i, "the stream has no name"
+        if check := _FIELDS.get(type(instruction)):
+            yield from ((i, text) for text in check(instruction))
 
 
 def _meeting(

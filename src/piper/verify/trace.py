@@ -22,8 +22,9 @@ class Problem:
 class Trace:
     """One device's program as parallel lists, indexed by position in issue order.
 
-    ``streams`` holds indices into ``stream_names``; ``waits`` the position of the instruction whose completion is
-    waited for (-1: not a wait); ``values`` the DAG value of each slot; ``state`` the state slots.
+    ``values`` has the DAG value of each slot, ``state`` the state slots. ``streams`` holds indices into
+    ``stream_names``; ``uses`` are ``reads`` and the state slots that these are views of; ``waits`` the position of the
+    instruction whose completion is waited for (-1: not a wait).
     """
 
     device: DeviceId
@@ -33,6 +34,7 @@ class Trace:
     stream_names: list[Stream] = field(default_factory=list)
     streams: list[int] = field(default_factory=list)
     reads: list[tuple[Slot, ...]] = field(default_factory=list)
+    uses: list[tuple[Slot, ...]] = field(default_factory=list)
     writes: list[tuple[Slot, ...]] = field(default_factory=list)
     frees: list[tuple[Slot, ...]] = field(default_factory=list)
     meetings: list[Rendezvous | None] = field(default_factory=list)

@@ -4,7 +4,8 @@
 * A *transfer* carries a value to each device group that reads it and does not make it (``transfers``).
 * A *sum* adds up a parameter's gradient contributions on each device group that makes some; a *reduction* adds the sums of
   replicas and of the groups that hold a tied parameter; an *update* lets the optimizer use the result, once per copy or
-  slice (``updates``). The weights of a weighted loss are summed the same way and sent to every update (``weights``).
+  slice (``updates``). A group that reads the parameter but makes no contribution (a detached use) is sent the result, for its
+  own copy's update. The weights of a weighted loss are summed the same way and sent to every update (``weights``).
 * Buffers that the forward writes are stored at the end, made equal on all replicas first (``buffers``).
 
 Derivation is a function of the core alone. A derived node whose inputs and devices are as before keeps its id, so that
@@ -18,7 +19,6 @@ from piper.ir.derive.gathers import gather_parameters
 from piper.ir.derive.sharding import find_shards
 from piper.ir.derive.transfers import link
 from piper.ir.derive.updates import synchronise
-from piper.ir.derive.weights import sum_weights
 
 __all__ = ["derive"]
 
@@ -33,6 +33,6 @@ def derive(dag: Dag) -> Dag:
     builder.shards = find_shards(builder)
     gather_parameters(builder)
     link(builder)
-    synchronise(builder, sum_weights(builder))
+    synchronise(builder)
     store_buffers(builder)
     return builder.finish()

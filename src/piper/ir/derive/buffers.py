@@ -1,8 +1,10 @@
 """Buffers that the forward writes."""
 
+from collections.abc import Mapping
+
 from piper.errors import DirectiveError, PlacementError
 from piper.ids import ValueId
-from piper.ir.dag import Chunk, Role
+from piper.ir.dag import Chunk, Replication, Role
 from piper.ir.derive.builder import Builder, communication, update_chunk
 from piper.ops.all_reduce import AllReduce
 from piper.ops.broadcast import Broadcast
@@ -11,31 +13,39 @@ from piper.ops.write_buffer import StoreBuffer
 
 def store_buffers(builder: Builder) -> None:
     """Store the final value of each buffer that the forward writes, equal on all replicas."""
-    for name, value in builder.dag.buffer_updates.items():
-        maker = builder.makers[value]
-        _refuse_distant_readers(builder, name, maker)
-        final = value
-        if maker.devices is not None and len(maker.devices) > 1:
-            final = _agree(builder, name, value, maker)
-        builder.add(update_chunk(StoreBuffer(name), maker.tags, (final,), maker.devices), [])
+    writers = {name: builder.makers[v] for name, v in builder.dag.buffer_updates.items()}
+    _refuse_distant_readers(builder, writers)
+    for name, maker in writers.items():
+        value = builder.dag.buffer_updates[name]
+        # An unclaimed group is the planner's error: a directive to come may claim it.
+        if maker.devices and len(maker.devices) > 1 and maker.replication is not None:
+            replication = builder.dag.replications[maker.replication]
+            value = _agree(builder, name, value, maker, replication)
+        tags = builder.region(maker)
+        builder.add(update_chunk(StoreBuffer(name), tags, (value,), maker.devices), [])
 
 
-def _refuse_distant_readers(builder: Builder, name: str, maker: Chunk) -> None:
+def _refuse_distant_readers(builder: Builder, writers: Mapping[str, Chunk]) -> None:
+    if not writers:
+        return
     for node in builder.nodes.values():
-        if not isinstance(node, Chunk) or node.derived or node.devices == maker.devices:
+        if not isinstance(node, Chunk) or node.derived or node.devices is None:
             continue
         for value in node.inputs:
             info = builder.values[value]
-            if info.role is Role.BUFFER and info.name == name:
+            maker = writers.get(info.name) if info.role is Role.BUFFER else None
+            if maker is not None and maker.devices not in (None, node.devices):
                 raise PlacementError(
-                    f"buffer {name!r} is written by {maker.label!r} on {list(maker.devices or ())} but read by {node.label!r} "
-                    f"on {list(node.devices or ())}; place both on the same devices"
+                    f"buffer {info.name!r} is written by {maker.label!r} on {list(maker.devices or ())} but read by "
+                    f"{node.label!r} on {list(node.devices)}; place both on the same devices"
                 )
 
 
-def _agree(builder: Builder, name: str, value: ValueId, maker: Chunk) -> ValueId:
-    replication = builder.replication(maker)
-    if replication is None or replication.buffers is None:
+def _agree(
+    builder: Builder, name: str, value: ValueId, maker: Chunk, replication: Replication
+) -> ValueId:
+    """The value of a buffer that all replicas keep."""
+    if replication.buffers is None:
         raise DirectiveError(
             f"the forward of {maker.label!r} writes buffer {name!r} on replicas {list(maker.devices or ())}, each from its own microbatches: "
             'single-process training has one sequence of them. Choose Replicate(..., replicated_buffers="first") or "mean", '
@@ -45,5 +55,7 @@ def _agree(builder: Builder, name: str, value: ValueId, maker: Chunk) -> ValueId
     averaged = replication.buffers == "mean" and info.spec.dtype.is_floating
     assert maker.devices is not None
     work = AllReduce(average=True) if averaged else Broadcast()
-    node = communication(work, maker.tags, (value,), (maker.devices,), replication.reduce_stream)
+    node = communication(
+        work, builder.region(maker), (value,), (maker.devices,), replication.reduce_stream
+    )
     return builder.add(node, [info])[0]

@@ -48,9 +48,7 @@ def transfer(
             f"{where}: linked device groups must have equal sizes (member i sends to member i)"
         )
     pairs = tuple(zip(maker.devices, to, strict=True))
-    if any(a == b for a, b in pairs):
-        raise PlacementError(
-            f"{where}: linked device groups must be the same, or differ in every position"
-        )
+    if not set(maker.devices).isdisjoint(to):
+        raise PlacementError(f"{where}: linked device groups must be the same, or share no device")
     node = communication(Transfer(), maker.tags, (value,), pairs, stream, maker.pass_)
     return builder.add(node, [builder.values[value]])[0]

@@ -1,6 +1,6 @@
 """Sums, reductions and updates: from gradient contributions to new parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -9,8 +9,17 @@ from piper.dtypes import DType
 from piper.errors import DirectiveError, PlacementError
 from piper.ids import ValueId
 from piper.ir.dag import DeviceGroup, Level, Replication, Role, Tags, Value
-from piper.ir.derive.builder import REDUCE_STREAM, Builder, Group, communication, update_chunk
+from piper.ir.derive.builder import (
+    P2P_STREAM,
+    REDUCE_STREAM,
+    Builder,
+    Group,
+    communication,
+    update_chunk,
+)
 from piper.ir.derive.sharding import level_of, shard_groups, shard_value
+from piper.ir.derive.transfers import transfer
+from piper.ir.derive.weights import sum_weights
 from piper.ops.accumulate import Sum
 from piper.ops.all_gather import Refresh
 from piper.ops.all_reduce import AllReduce
@@ -22,10 +31,12 @@ ByGroup = Mapping[Group, Sequence[ValueId]]
 
 @dataclass(frozen=True)
 class Use:
-    """How a parameter is trained: who makes contributions (and how many), under which replication and level, for
-    which region. Parameters with equal uses may share buckets."""
+    """How a parameter is trained: who makes contributions (and how many), who else reads it, under which replication and
+    level, for which region. Parameters with equal uses may share buckets.
+    """
 
     holders: tuple[Group, ...]
+    readers: tuple[DeviceGroup, ...]
     region: Tags
     replication: int | None
     level: Level
@@ -33,16 +44,20 @@ class Use:
     dtype: DType
 
 
-def synchronise(builder: Builder, weights: Mapping[Group, ValueId]) -> None:
-    """Sum every parameter's contributions, reduce the sums, update; *weights* divides them where the loss is weighted."""
+def synchronise(builder: Builder) -> None:
+    """Sum every parameter's contributions, reduce the sums, update each copy."""
     made: dict[str, ByGroup] = {}
     alike: dict[Use, list[str]] = {}
+    readers = _readers(builder)
     for parameter, values in builder.dag.contributions.items():
         if values:
-            made[parameter] = _by_group(builder, values)
-            alike.setdefault(_use(builder, parameter, values, made[parameter]), []).append(
-                parameter
-            )
+            made[parameter] = by_group = _by_group(builder, values)
+            others = tuple(g for g in readers.get(parameter, ()) if g not in by_group)
+            use = _use(builder, parameter, values, by_group, others)
+            alike.setdefault(use, []).append(parameter)
+    weights = sum_weights(
+        builder, dict.fromkeys(g for use in alike for g in (*use.holders, *use.readers))
+    )
     for use, names in alike.items():
         replication = None if use.replication is None else builder.dag.replications[use.replication]
         limit = None if replication is None else replication.bucket_bytes
@@ -57,7 +72,24 @@ def _by_group(builder: Builder, values: Sequence[ValueId]) -> ByGroup:
     return by_group
 
 
-def _use(builder: Builder, parameter: str, values: Sequence[ValueId], by_group: ByGroup) -> Use:
+def _readers(builder: Builder) -> Mapping[str, Iterable[DeviceGroup]]:
+    """The device groups that read each parameter, whole or gathered."""
+    readers: dict[str, dict[DeviceGroup, None]] = {}
+    for chunk in builder.core():
+        for value in chunk.inputs:
+            info = builder.values[value]
+            if info.role in (Role.PARAMETER, Role.GATHERED) and chunk.devices is not None:
+                readers.setdefault(info.name, {})[chunk.devices] = None
+    return readers
+
+
+def _use(
+    builder: Builder,
+    parameter: str,
+    values: Sequence[ValueId],
+    by_group: ByGroup,
+    readers: tuple[DeviceGroup, ...],
+) -> Use:
     makers = [builder.makers[v] for v in values]
     claims = {m.replication for m in makers}
     if len(claims) > 1:
@@ -66,9 +98,10 @@ def _use(builder: Builder, parameter: str, values: Sequence[ValueId], by_group: 
             f"parameter {parameter!r} is used by nodes that different Replicate directives claim ({', '.join(labels[:4])}); "
             "one Replicate must claim all users of a shared parameter"
         )
-    _refuse_overlap(parameter, list(by_group))
+    _refuse_overlap(parameter, [*by_group, *readers])
     return Use(
         holders=tuple(by_group),
+        readers=readers,
         region=builder.region(makers[0]),
         replication=makers[0].replication,
         level=level_of(builder, parameter, builder.replication(makers[0])),
@@ -114,14 +147,33 @@ class _Bucket:
             gradients = self._reduce_slices(self._scatter_sums(sums))
         else:
             gradients = self._reduce_slices(self._sums(self._scattered(), self._slices(Role.TOTAL)))
-        scales = tuple(dict.fromkeys(weights[g] for g in use.holders if g in weights))
+        scales = dict.fromkeys(weights[g] for g in use.holders if g in weights)
+        self._apply(gradients, scales, self._devices(), use.holders)
+        if use.holders[0] is None:
+            return
+        source = update_chunk(Sum(), use.region, (), use.holders[0])
+        for group in use.readers:
+            sent = [transfer(builder, g, source, group, "update", P2P_STREAM) for g in gradients]
+            scale = (weights[group],) if weights else ()
+            self._apply(sent, scale, group, (group,))
+
+    def _apply(
+        self,
+        gradients: Sequence[ValueId],
+        scales: Iterable[ValueId],
+        devices: Group,
+        holders: Sequence[Group],
+    ) -> None:
+        """Update the copies or slices on *devices*, and refresh whole parameters of which only slices were."""
+        builder, use = self.builder, self.use
+        scales = tuple(scales)
         sharded = use.level is not Level.NONE
         shards = [builder.source(v) for v in self._slices(Role.SHARD)] if sharded else []
         work = Update(parameters=tuple(self.names), scaled=bool(scales), sharded=sharded)
-        node = update_chunk(work, use.region, (*gradients, *scales, *shards), self._devices())
+        node = update_chunk(work, use.region, (*gradients, *scales, *shards), devices)
         updated = builder.add(node, self._slices(Role.SHARD) if sharded else [])
         if use.level in (Level.OPTIMIZER, Level.GRADIENTS):
-            self._refresh(updated)
+            self._refresh(updated, holders)
 
     def _whole(self) -> list[Value]:
         """Values like the whole gradients."""
@@ -214,9 +266,9 @@ class _Bucket:
         node = communication(AllReduce(), self.use.region, values, members, self.stream)
         return self.builder.add(node, self._slices(Role.TOTAL))
 
-    def _refresh(self, updated: Sequence[ValueId]) -> None:
+    def _refresh(self, updated: Sequence[ValueId], holders: Sequence[Group]) -> None:
         assert self.replication is not None
-        groups = [inner for group in self.use.holders for inner in self._groups(group)]
+        groups = [inner for group in holders for inner in self._groups(group)]
         node = communication(
             Refresh(tuple(self.names)),
             self.use.region,

@@ -1,6 +1,6 @@
 """The total weight of a weighted loss, on every device group that updates something."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
@@ -19,10 +19,9 @@ from piper.ops.accumulate import Sum
 from piper.ops.all_reduce import AllReduce
 
 
-def sum_weights(builder: Builder) -> Mapping[Group, ValueId]:
-    """Sum the loss weights over microbatches and replicas, and send the total wherever contributions are made."""
+def sum_weights(builder: Builder, groups: Collection[Group]) -> Mapping[Group, ValueId]:
+    """The total loss weight on each of *groups*, which update something; empty for a loss without weights."""
     dag = builder.dag
-    groups = {builder.makers[v].devices for vs in dag.contributions.values() for v in vs}
     if dag.loss_kind is LossKind.MEAN or not groups:
         return {}
     maker = builder.makers[dag.weights[0]]
@@ -41,7 +40,8 @@ def sum_weights(builder: Builder) -> Mapping[Group, ValueId]:
         node = communication(AllReduce(), region, sums, (members,), REDUCE_STREAM)
         (whole,) = builder.add(node, [total])
     found: dict[Group, ValueId] = dict.fromkeys(by_home, whole)
-    for group in sorted(groups - set(found), key=str):
-        if group is not None and maker.devices is not None:
-            found[group] = transfer(builder, whole, maker, group, "update", P2P_STREAM)
+    source = update_chunk(Sum(), region, (), maker.devices)
+    for group in groups:
+        if group not in found and group is not None and maker.devices is not None:
+            found[group] = transfer(builder, whole, source, group, "update", P2P_STREAM)
     return found

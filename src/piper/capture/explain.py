@@ -1,0 +1,51 @@
+"""Errors of a failed trace in the user's words. Uses private torch."""
+
+import traceback
+from types import TracebackType
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from piper.errors import CaptureError
+
+
+def explained(error: Exception) -> CaptureError:
+    """*error* as a capture error that names the user's line and a remedy."""
+    where = _user_line(error.__traceback__)
+    if isinstance(error, DataDependentOutputException):
+        return CaptureError(
+            f"{where}: the model turns a tensor's value into a Python number ({error.func}: .item(), "
+            f"bool(tensor), int(tensor) or control flow on it), but one graph serves every batch. "
+            f"Compute with tensors instead (torch.where, masks), or pass the number as a non-tensor input"
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return CaptureError(
+            f"{where}: {error.func} makes a tensor whose shape depends on the data. Use an operation "
+            f"with a fixed shape (torch.where with three arguments, masks, top-k, padding)"
+        )
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return CaptureError(
+            f"{where}: a size depends on the data: {error}. Use fixed sizes and masks"
+        )
+    text = str(error)
+    if "mutating a non-functional tensor" in text:
+        return CaptureError(
+            f"{where}: the forward writes a tensor that the model does not register; make it a buffer "
+            f"(register_buffer), so that its value is kept from step to step"
+        )
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return CaptureError(f"{where}: capturing the model failed: {type(error).__name__}: {first}")
+
+
+def _user_line(trace: TracebackType | None) -> str:
+    """``file:line (code)`` of the innermost frame that belongs neither to torch nor to piper."""
+    own = (torch.__path__[0], __file__.rsplit("/", 1)[0], "<")
+    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(own)]
+    if not frames:
+        return "in the model"
+    frame = frames[-1]
+    return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"

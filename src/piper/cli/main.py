@@ -1,0 +1,132 @@
+"""The command line. Commands import what they need when they run, so that ``piper --help`` is quick."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from piper.errors import PiperError
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+app = typer.Typer(
+    name="piper",
+    help="Train PyTorch models on many devices under a strategy that you write.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on what, and how.")
+]
+Traceback = Annotated[
+    bool, typer.Option("--traceback", help="On an error, show where in piper it was found.")
+]
+
+
+class Costs(StrEnum):
+    """Where ``piper plan`` takes the durations of the chunks from."""
+
+    UNIT = "unit"
+    ESTIMATED = "estimated"
+
+
+@contextmanager
+def _reporting(traceback: bool) -> Iterator[None]:
+    """One clear message and a failing exit status for what the user can do something about; a bug shows its traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except PiperError as error:
+        if traceback:
+            raise
+        _complain(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
+def _complain(message: str) -> None:
+    # soft_wrap: a path in a message must not be broken into two lines.
+    Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"piper {version('piper-train')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Train PyTorch models on many devices under a strategy that you write."""
+
+
+@app.command()
+def train(config: ConfigPath, traceback: Traceback = False) -> None:
+    """Train the model, evaluate it, and compare with the same training in one process.
+
+    Ctrl-C ends the run after the step that is under way and writes what there is; a second one ends it at once.
+    """
+    with _reporting(traceback):
+        from piper.cli.train import train as run
+
+        if not run(config, Console()):
+            raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    costs: Annotated[
+        Costs,
+        typer.Option(
+            help="Draw a forward as 1 and a backward as 2 units of time, or chunks by their estimated time."
+        ),
+    ] = Costs.UNIT,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print every device's instructions instead.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the plan's files into DIR.")
+    ] = None,
+    traceback: Traceback = False,
+) -> None:
+    """Show what every device will do: the schedule as a picture, and a table. Nothing is run."""
+    with _reporting(traceback):
+        from piper.cli.plan import plan as run
+
+        run(config, Console(), estimated=costs is Costs.ESTIMATED, text=text, save=save)
+
+
+@app.command()
+def check(config: ConfigPath, traceback: Traceback = False) -> None:
+    """Compare the strategy with training in one process, in float64: losses, gradients, parameters."""
+    with _reporting(traceback):
+        from piper.cli.check import check as run
+
+        if not run(config, Console()):
+            raise typer.Exit(1)
+
+
+@app.command()
+def doctor(traceback: Traceback = False) -> None:
+    """Look whether this machine is ready, and say what to do if not."""
+    with _reporting(traceback):
+        from piper.cli.doctor import doctor as run
+
+        if not run(Console()):
+            raise typer.Exit(1)

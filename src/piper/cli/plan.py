@@ -1,0 +1,202 @@
+"""``piper plan``: what every device will do, as a picture and a table."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from piper.api.programs import Programs
+from piper.ids import DeviceId, Stream
+from piper.ir.dag import Dag, Pass, Role
+from piper.models.transformer import transformer_loss
+from piper.ops.base import Instruction
+from piper.ops.compute import Compute
+from piper.ops.update import OptimizerStep
+from piper.plan.codec import save_plan
+from piper.plan.model import DevicePlan, Plan
+from piper.plan.text import plan_text
+from piper.planner.estimate import Rates, node_seconds
+from piper.simulate.playback import Durations, Timeline, play
+from piper.training.config import RunConfig, load_config
+from piper.training.model import make_skeleton
+from piper.visualize.terminal import Box, DeviceRow, draw
+
+UNITS = {
+    Pass.FORWARD: 1.0,
+    Pass.BACKWARD: 2.0,
+    Pass.BACKWARD_INPUT: 1.0,
+    Pass.BACKWARD_WEIGHT: 1.0,
+    Pass.UPDATE: 0.0,
+}
+"""Durations of chunks by pass: what schedules are usually drawn with."""
+
+
+def plan(path: Path, console: Console, *, estimated: bool, text: bool, save: Path | None) -> None:
+    """Print the plan of the configuration at *path*; write its files into *save*.
+
+    With *estimated*, chunks and messages are as long as the planner takes them to be; else see :data:`UNITS`.
+    Raises what :func:`piper.compile` raises before it starts workers.
+    """
+    planned = make_plan(load_config(path))
+    if save is not None:
+        save_plan(planned, save)
+    if text:
+        console.out(plan_text(planned), highlight=False, end="")
+        return
+    durations = estimated_durations(planned) if estimated else unit_durations(planned)
+    timelines = play(planned, durations)
+    rows = list(boxes(planned, timelines))
+    console.print(_headline(planned))
+    console.print(draw(rows, console.width))
+    console.print(_table(planned, rows))
+    if save is not None:
+        console.print(Text(f"plan written to {save}"), soft_wrap=True)
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """The verified plan of a training step. Needs neither weights nor data."""
+    shape = (config.train.batch_size, config.train.seq_len)
+    batch = (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+    directives = config.strategy.directives()
+    return Programs(make_skeleton(config), transformer_loss, directives).training(batch).plan
+
+
+def unit_durations(plan: Plan) -> Durations:
+    """:data:`UNITS` for chunks, nothing for all else."""
+    nodes = plan.dag.nodes
+
+    def duration(_device: DeviceId, instruction: Instruction) -> float:
+        if not isinstance(instruction, Compute):
+            return 0.0
+        return UNITS[nodes[instruction.node].pass_]
+
+    return duration
+
+
+def estimated_durations(plan: Plan) -> Durations:
+    """Milliseconds of chunks, updates and communication, as the planner estimates them."""
+    seconds = node_seconds(plan.dag, plan.bindings, Rates())
+
+    def duration(_device: DeviceId, instruction: Instruction) -> float:
+        if isinstance(instruction, (Compute, OptimizerStep)) or instruction.rendezvous():
+            return 1000 * seconds[instruction.node]
+        return 0.0
+
+    return duration
+
+
+def boxes(plan: Plan, timelines: Sequence[Timeline]) -> Iterator[DeviceRow]:
+    """A row for each stream on which a device computes, a box per chunk and update that takes time."""
+    for mine, timeline in zip(plan.devices, timelines, strict=True):
+        by_stream: dict[Stream, list[Box]] = {}
+        for played in timeline:
+            instruction = played.instruction
+            if not isinstance(instruction, (Compute, OptimizerStep)):
+                continue
+            row = by_stream.setdefault(instruction.stream, [])
+            node = plan.dag.nodes[instruction.node]
+            length = played.end - played.start
+            if length > 0:
+                row.append(
+                    Box(
+                        start=played.start,
+                        duration=length,
+                        pass_=node.pass_.value,
+                        microbatch=plan.dag.microbatch(node.tags),
+                        stage=_stage(plan.dag, node.tags),
+                    )
+                )
+        for row in by_stream.values():
+            yield DeviceRow(mine.device, tuple(row))
+
+
+def _stage(dag: Dag, tags: Sequence[tuple[str, int]]) -> int:
+    """The index of the outermost region; 0 for a node outside of all."""
+    splits = {split.name for split in dag.splits}
+    return next((index for name, index in tags if name not in splits), 0)
+
+
+def _headline(plan: Plan) -> Text:
+    sizes = {
+        "replica": plan.num_replicas,
+        "microbatch": plan.num_microbatches,
+        "sequence": plan.microbatch_size,
+    }
+    return Text(
+        f"one step on {_count(plan.num_devices, 'device')}: "
+        + " × ".join(_count(n, what) for what, n in sizes.items())
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Messages or collectives of one device: how many, and their bytes."""
+
+    count: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.count}, {_size(self.nbytes)}" if self.count else "none"
+
+
+def _table(plan: Plan, rows: Sequence[DeviceRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("device", justify="right", no_wrap=True)
+    for name in ("regions", "chunks", "parameters", "sends", "receives", "collectives", "idle"):
+        table.add_column(name, justify="left" if name == "regions" else "right", no_wrap=True)
+    every = [b for row in rows for b in row.boxes]
+    begin, end = min(b.start for b in every), max(b.end for b in every)
+    for mine in plan.devices:
+        busy = sum(b.duration for row in rows if row.device == mine.device for b in row.boxes)
+        chunks = [i for i in mine.instructions if isinstance(i, Compute)]
+        table.add_row(
+            str(mine.device),
+            ", ".join(_regions(plan.dag, chunks)),
+            str(len(chunks)),
+            _size(_parameter_bytes(mine)),
+            *(str(traffic) for traffic in _traffic(mine)),
+            f"{1 - busy / (end - begin):.1%}",
+        )
+    return table
+
+
+def _regions(dag: Dag, chunks: Sequence[Compute]) -> list[str]:
+    """The outermost regions that a device computes, such as ``PP=1``."""
+    splits = {split.name for split in dag.splits}
+    found: dict[str, None] = {}
+    for chunk in chunks:
+        tags = [tag for tag in dag.nodes[chunk.node].tags if tag[0] not in splits]
+        found[f"{tags[0][0]}={tags[0][1]}" if tags else "-"] = None
+    return sorted(found)
+
+
+def _parameter_bytes(mine: DevicePlan) -> int:
+    held = {slot.name: slot.message.nbytes for slot in mine.slots if slot.role is Role.PARAMETER}
+    return sum(held.values())
+
+
+def _traffic(mine: DevicePlan) -> tuple[_Traffic, _Traffic, _Traffic]:
+    """Sends, receives, collectives."""
+    sizes: dict[str, list[int]] = {"send": [], "receive": [], "collective": []}
+    for instruction in mine.instructions:
+        if (meeting := instruction.rendezvous()) is not None:
+            kind = meeting.role if meeting.role in sizes else "collective"
+            sizes[kind].append(sum(message.nbytes for message in meeting.messages))
+    sends, receives, collectives = (_Traffic(len(s), sum(s)) for s in sizes.values())
+    return sends, receives, collectives
+
+
+def _size(nbytes: int) -> str:
+    """Bytes for people, in powers of 1024."""
+    if nbytes < 1000 * 1024:
+        return f"{nbytes / 1024:.3g} KiB"
+    return f"{nbytes / (1024 * 1024):.3g} MiB"

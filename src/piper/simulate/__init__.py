@@ -1,0 +1,1 @@
+"""What a plan would do, without running it."""

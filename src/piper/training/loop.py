@@ -1,0 +1,286 @@
+"""A training run: compile, train, evaluate, save; then the same steps in one process, for comparison."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from piper.api.compile import compile as compile_strategy
+from piper.api.trainer import Trainer, TrainResult
+from piper.directives.base import Directive
+from piper.directives.strategy import dump_strategy
+from piper.errors import ConfigError
+from piper.models.transformer import Transformer, generate, transformer_loss
+from piper.plan.codec import save_plan
+from piper.plan.model import Plan
+from piper.runtime.batch import Batch
+from piper.training.config import RunConfig
+from piper.training.interrupts import Interrupts
+from piper.training.metrics import HeldOutRecord, MetricsWriter, TrainRecord
+from piper.training.model import make_model
+from piper.training.reference import reference_losses
+
+PROMPT_BYTES = 32
+SAMPLE_BYTES = 200
+SAMPLE_TEMPERATURE = 0.8
+
+
+class Ending(StrEnum):
+    """Why a run ended."""
+
+    FINISHED = "finished"
+    TIME = "out of time"
+    INTERRUPTED = "interrupted"
+
+
+class Watcher(Protocol):
+    """Is told how a run goes on."""
+
+    def begin(self, what: str, steps: int | None = None) -> None:
+        """A new part of the run begins; with *steps* it is so many steps long."""
+
+    def advance(self, steps: int, loss: float, tokens_per_second: float) -> None:
+        """So many more steps are done; the last had *loss*, in nats per token."""
+
+    def evaluated(self, record: HeldOutRecord) -> None:
+        """The held-out loss was taken."""
+
+
+class Silent:
+    """A :class:`Watcher` that says nothing."""
+
+    def begin(self, what: str, steps: int | None = None) -> None:
+        """Nothing."""
+
+    def advance(self, steps: int, loss: float, tokens_per_second: float) -> None:
+        """Nothing."""
+
+    def evaluated(self, record: HeldOutRecord) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run computed; its files are in ``out_dir``.
+
+    ``reference`` holds the losses of the first steps of the same training in one process, ``sample`` what the model
+    wrote after the held-out bytes ``prompt``. Both are empty when the run was interrupted.
+    """
+
+    ending: Ending
+    out_dir: Path
+    trained: tuple[TrainRecord, ...]
+    held_out: tuple[HeldOutRecord, ...]
+    reference: tuple[float, ...] = ()
+    prompt: bytes = b""
+    sample: bytes = b""
+
+    @property
+    def max_difference(self) -> float | None:
+        """The largest |difference| of the loss from the reference's, over the reference's steps; a NaN is infinite."""
+        pairs = zip(self.trained, self.reference, strict=False)
+        found = [abs(record.loss - loss) for record, loss in pairs]
+        return max((math.inf if math.isnan(d) else d for d in found), default=None)
+
+
+def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
+    """Run *config*, and write into its ``out_dir``, in place of what an earlier run wrote there:
+
+    ``strategy.json``, ``plan/``, ``metrics.jsonl`` (a line per step and evaluation) and ``model.safetensors`` (under the
+    model's own names, tied ones under each, so that ``load_state_dict`` takes it).
+
+    After a Ctrl-C the step that is under way is completed, and what there is is written.
+
+    Raises :class:`~piper.errors.PiperError` before any worker is started for whatever can be known to be wrong by then.
+    """
+    watcher = watcher or Silent()
+    watcher.begin("reading the text")
+    data = config.batches()
+    example = data(0)
+    held_out = list(data.held_out_batches(config.train.eval_batches))
+    model = make_model(config)
+    directives = config.strategy.directives()
+    files = RunFiles(Path(config.train.out_dir))
+    files.clear()
+    watcher.begin("capturing, planning and verifying; starting the workers")
+    with MetricsWriter(files.metrics) as metrics:
+        trainer = compile_strategy(
+            model,
+            transformer_loss,
+            directives,
+            example,
+            optimizer=config.optimizer.build,
+            lr_schedule=config.train.warmup(),
+            backend=config.train.make_backend(),
+            seed=config.train.seed,
+        )
+        with trainer, Interrupts() as interrupts:
+            files.write_strategy(directives, trainer.program.plan)
+            run = _Run(config, trainer, held_out, metrics, watcher, interrupts)
+            ending = run.to_the_end()
+            state = trainer.state_dict()
+            files.write_model(state)
+    outcome = Outcome(
+        ending=ending,
+        out_dir=files.folder,
+        trained=tuple(run.trained),
+        held_out=tuple(run.held_out),
+    )
+    if ending is Ending.INTERRUPTED:
+        return outcome
+    model.load_state_dict(state)
+    return _finished(config, outcome, model, _prompt(held_out), watcher)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The files of a run in its folder."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> Path:
+        """A JSON object per step and evaluation."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def model(self) -> Path:
+        """The trained parameters and buffers."""
+        return self.folder / "model.safetensors"
+
+    @property
+    def strategy(self) -> Path:
+        """The directives."""
+        return self.folder / "strategy.json"
+
+    @property
+    def plan(self) -> Path:
+        """The folder of the plan's files."""
+        return self.folder / "plan"
+
+    def clear(self) -> None:
+        """Remove what an earlier run wrote, so that no file of it is taken for this one's.
+
+        Raises :class:`ConfigError` when the folder cannot be written.
+        """
+        try:
+            self.plan.mkdir(parents=True, exist_ok=True)
+            old = (self.plan / "manifest.json", *self.plan.glob("device-*.json"))
+            for path in (self.metrics, self.model, self.strategy, *old):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.folder}: expected a folder that can be written: {error.strerror}; choose another out_dir"
+            ) from error
+
+    def write_strategy(self, directives: Sequence[Directive], plan: Plan) -> None:
+        """Write the strategy and the plan that was made of it."""
+        dump_strategy(directives, self.strategy)
+        save_plan(plan, self.plan)
+
+    def write_model(self, state: dict[str, torch.Tensor]) -> None:
+        """Write the model's state; each name gets a tensor of its own, since the format knows no sharing."""
+        save_file({name: t.clone().contiguous() for name, t in state.items()}, self.model)
+
+
+class _Enough(Exception):  # noqa: N818 (no error: it ends a call to the trainer)
+    """The run shall end before its last step."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """The steps and evaluations of a run, and what they found."""
+
+    config: RunConfig
+    trainer: Trainer
+    batches: Sequence[Batch]
+    metrics: MetricsWriter
+    watcher: Watcher
+    interrupts: Interrupts
+    trained: list[TrainRecord] = field(default_factory=list)
+    held_out: list[HeldOutRecord] = field(default_factory=list)
+    deadline: float = math.inf
+
+    def to_the_end(self) -> Ending:
+        """Train until the last step, the time limit or an interrupt."""
+        settings = self.config.train
+        if settings.max_minutes is not None:
+            self.deadline = time.monotonic() + 60 * settings.max_minutes
+        data = self.config.batches()
+        self.watcher.begin("training", settings.steps)
+        try:
+            while (done := self.trainer.steps_done) < settings.steps:
+                next_stop = min(
+                    settings.steps, done + settings.eval_every - done % settings.eval_every
+                )
+                self.trainer.fit(data, next_stop - done, self._on_steps)
+                self._evaluate()
+        except _Enough:
+            return Ending.INTERRUPTED if self.interrupts.requested else self._out_of_time()
+        return Ending.FINISHED
+
+    def _out_of_time(self) -> Ending:
+        try:
+            self._evaluate()
+        except _Enough:
+            return Ending.INTERRUPTED
+        return Ending.TIME
+
+    def _on_steps(self, results: Sequence[TrainResult]) -> None:
+        for result in results:
+            record = TrainRecord(
+                step=result.step + 1,
+                loss=result.loss,
+                seconds=result.seconds,
+                tokens_per_second=result.tokens_per_second,
+            )
+            self.metrics.write(record)
+            self.trained.append(record)
+        seconds = sum(r.seconds for r in results)
+        rate = sum(r.tokens for r in results) / seconds if seconds else math.inf
+        self.watcher.advance(len(results), results[-1].loss, rate)
+        late = time.monotonic() >= self.deadline
+        if self.interrupts.requested or (late and results[-1].step + 1 < self.config.train.steps):
+            raise _Enough
+
+    def _evaluate(self) -> None:
+        losses = [self.trainer.evaluate(*batch).loss for batch in self.batches]
+        record = HeldOutRecord(step=self.trainer.steps_done, loss=sum(losses) / len(losses))
+        self.metrics.write(record)
+        self.held_out.append(record)
+        self.watcher.evaluated(record)
+        if self.interrupts.requested:
+            raise _Enough
+
+
+def _finished(
+    config: RunConfig, outcome: Outcome, model: Transformer, prompt: bytes, watcher: Watcher
+) -> Outcome:
+    """*outcome* with a sample of *model*'s text and the losses of the reference."""
+    watcher.begin("writing a sample")
+    generator = torch.Generator().manual_seed(config.train.seed)
+    sample = generate(model, prompt, SAMPLE_BYTES, SAMPLE_TEMPERATURE, generator)
+    steps = min(config.train.reference_steps, len(outcome.trained))
+    losses: list[float] = []
+    if steps:
+        watcher.begin("the same in one process", steps)
+        tokens, before = config.train.batch_size * config.train.seq_len, time.monotonic()
+        for loss in reference_losses(config, steps):
+            losses.append(loss)
+            now = time.monotonic()
+            watcher.advance(1, loss, tokens / max(now - before, 1e-9))
+            before = now
+    return replace(outcome, reference=tuple(losses), prompt=prompt, sample=sample)
+
+
+def _prompt(batches: Sequence[Batch]) -> bytes:
+    """The first held-out bytes."""
+    inputs = batches[0][0]
+    assert isinstance(inputs, torch.Tensor)
+    return bytes(inputs[0, :PROMPT_BYTES].tolist())

@@ -1,0 +1,92 @@
+import json
+
+from tests.cli.conftest import SECTIONS
+
+from piper.plan.codec import load_plan
+from piper.plan.text import plan_text
+from piper.verify import verify
+
+
+def shown(result):
+    assert result.exit_code == 0, result.output
+    return [line.rstrip() for line in result.stdout.splitlines()]
+
+
+def test_the_schedule_is_drawn(piper, write):
+    lines = shown(piper("plan", write()))
+    assert lines[:4] == [
+        "one step on 2 devices: 1 replica × 2 microbatches × 2 sequences",
+        "device 0 |F0|F1|      B0   |   B1   |",
+        "device 1 |   F0|B0   |F1|B1   |",
+        " F  forward   B  backward  bubble 33.3%",
+    ]
+
+
+def test_the_table_counts_messages_and_bytes(piper, write):
+    strategy = SECTIONS["strategy"].replace("[[0], [1]]", "[[0, 1], [2, 3]]")
+    lines = shown(piper("plan", write(strategy=strategy)))
+    (row,) = [line.split() for line in lines if line.lstrip().startswith("2 ")]
+    # Stage 1: a block of width 16 (two norms 2·2·16, attention 4·16² + 4·16, MLP 2·2·16² + 3·16), the last norm
+    # 2·16, the head 256·16; float32. Two microbatches of one row of 8 × 16 float32 each way; all gradients reduced.
+    parameters = 64 + 1024 + 64 + 1024 + 48 + 32 + 4096
+    size = f"{parameters * 4 / 1024:.3g}"
+    assert row == [
+        "2",
+        "PP=1",
+        "4",
+        size,
+        "KiB",
+        *["2,", "1", "KiB"] * 2,
+        "1,",
+        size,
+        "KiB",
+        "33.3%",
+    ]
+
+
+def test_estimated_costs_draw_the_update_too(piper, write):
+    lines = shown(piper("plan", write(), "--costs", "estimated"))
+    assert any("update" in line for line in lines)
+    assert not any("update" in line for line in shown(piper("plan", write())))
+
+
+def test_text_is_the_plan(piper, write, tmp_path):
+    result = piper("plan", write(), "--text", "--save", "saved")
+    plan = load_plan(tmp_path / "saved")
+    assert result.stdout == plan_text(plan)
+    verify(plan)
+    assert plan.num_devices == 2
+
+
+def test_a_strategy_file_is_planned_like_the_schedule_that_it_says(piper, write, tmp_path):
+    by_name = piper("plan", write(), "--text")
+    directives = [
+        {"op": "place", "filter": {"PP": 0}, "devices": [0]},
+        {"op": "place", "filter": {"PP": 1}, "devices": [1]},
+        {"op": "split", "filter": {}, "num_microbatches": 2},
+        {
+            "op": "order",
+            "filters": [
+                [{"PP": 0, "MB": mb, "PASS": p}]
+                for p, mb in [("F", 0), ("F", 1), ("B", 0), ("B", 1)]
+            ],
+        },
+        {
+            "op": "order",
+            "filters": [
+                [{"PP": 1, "MB": mb, "PASS": p}]
+                for p, mb in [("F", 0), ("B", 0), ("F", 1), ("B", 1)]
+            ],
+        },
+    ]
+    (tmp_path / "strategy.json").write_text(json.dumps(directives))
+    model = SECTIONS["model"] + "\nnum_stages = 2"
+    by_file = piper(
+        "plan", write("file.toml", model=model, strategy='file = "strategy.json"'), "--text"
+    )
+    assert by_file.exit_code == 0, by_file.output
+    assert by_file.stdout == by_name.stdout
+
+
+def test_weights_and_text_are_not_needed(piper, write):
+    shown(piper("plan", write(data='files = ["absent.txt"]')))

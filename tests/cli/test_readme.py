@@ -1,0 +1,44 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def readme():
+    return (ROOT / "README.md").read_text()
+
+
+def blocks(text, language=""):
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for its_language, block in found if its_language == language]
+
+
+@pytest.mark.timeout(240)
+def test_the_example_runs_and_learns(readme, tmp_path):
+    (example,) = blocks(readme, "python")
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=230, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line) for line in done.stdout.split()]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
+
+
+def test_the_picture_is_what_the_command_draws(readme, piper):
+    (picture,) = [block for block in blocks(readme) if block.startswith("one step")]
+    result = piper("plan", ROOT / "examples" / "gpt_stdlib.toml")
+    shown = [line.rstrip() for line in result.stdout.splitlines()]
+    assert shown[: len(picture.splitlines())] == picture.splitlines()
+
+
+def test_every_link_leads_somewhere(readme):
+    for link in re.findall(r"\]\(([^)]+)\)", readme):
+        assert (ROOT / link).exists(), link

@@ -1,0 +1,138 @@
+"""Captured models with strategies, for what hand-made DAGs do not have: real bodies, integers, saved activations."""
+
+from collections.abc import Callable
+
+import torch
+from tests.verify.execution import STEPS, Training, hand_made
+from tests.verify.plans import CASES, both_ways, interleaved, pipeline
+from torch import nn
+from torch.nn import functional
+
+from piper.capture import annotate, capture_with_constants
+from piper.directives.strategy import Strategy
+from piper.models import (
+    Multi,
+    MultiConfig,
+    Transformer,
+    TransformerConfig,
+    UNet,
+    UNetConfig,
+    multi_loss,
+    transformer_loss,
+    unet_loss,
+)
+from piper.runtime.batch import Batch
+
+ROWS = 8
+
+
+def _training(model: nn.Module, loss, batch: Callable[[], Batch]) -> Training:
+    model = model.double()
+    data = [batch() for _ in range(STEPS)]
+    captured = capture_with_constants(model, loss, data[0])
+    weights = dict(model.named_parameters()) | dict(model.named_buffers())
+    weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
+    return Training(captured.dag, weights, data, captured.constants, model, loss)
+
+
+def _transformer(*, tied: bool, stages: int, dropout: float = 0.0) -> Training:
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocab_size=11,
+        context=5,
+        width=8,
+        num_layers=stages,
+        num_heads=2,
+        num_stages=stages,
+        tied_embedding=tied,
+        dropout=dropout,
+    )
+    ids = lambda: torch.randint(0, 11, (ROWS, 5))  # noqa: E731
+    return _training(Transformer(config), transformer_loss, lambda: (ids(), ids()))
+
+
+def _unet() -> Training:
+    torch.manual_seed(0)
+    image = lambda: torch.rand(ROWS, 3, 4, 4, dtype=torch.float64)  # noqa: E731
+    return _training(UNet(UNetConfig(width=4, image_size=4)), unet_loss, lambda: (image(), image()))
+
+
+class _Norms(nn.Module):
+    """Two stages with BatchNorm, whose running statistics are buffers that the forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x):
+        with annotate("PP", 0):
+            x = functional.relu(self.norm(self.first(x)))
+        with annotate("PP", 1):
+            return self.second(x)
+
+
+def _by_valid_rows(outputs, targets):
+    valid = targets >= 0
+    loss = functional.cross_entropy(outputs, targets, ignore_index=-1, reduction="sum")
+    return loss, valid.sum()
+
+
+def _weighted() -> Training:
+    torch.manual_seed(0)
+
+    def batch() -> Batch:
+        return torch.rand(ROWS, 4, dtype=torch.float64), torch.randint(-1, 3, (ROWS,))
+
+    return _training(_Norms().eval(), _by_valid_rows, batch)
+
+
+def _norms() -> Training:
+    torch.manual_seed(0)
+
+    def batch() -> Batch:
+        return torch.rand(ROWS, 4, dtype=torch.float64), torch.randint(0, 3, (ROWS,))
+
+    return _training(_Norms(), functional.cross_entropy, batch)
+
+
+def _multi() -> Training:
+    torch.manual_seed(0)
+
+    def batch() -> Batch:
+        ids, labels = (torch.randint(0, 16, (ROWS, 5)) for _ in range(2))
+        mask = torch.rand(ROWS, 5) < 0.7
+        return (ids, mask), (labels, torch.rand(ROWS, dtype=torch.float64))
+
+    return _training(Multi(MultiConfig()), multi_loss, batch)
+
+
+CAPTURED: dict[str, Callable[[], tuple[Training, Strategy]]] = {
+    "tied transformer, 1f1b": lambda: (_transformer(tied=True, stages=2), pipeline(2)),
+    "tied transformer, 1f1b × dp": lambda: (
+        _transformer(tied=True, stages=2),
+        pipeline(2, replicas=2, microbatches=2),
+    ),
+    "transformer with dropout, interleaved": lambda: (
+        _transformer(tied=False, stages=4, dropout=0.2),
+        interleaved(2, 2, 4),
+    ),
+    "transformer, two ways": lambda: (_transformer(tied=False, stages=2), both_ways(2, 4)),
+    "u-net, 1f1b": lambda: (_unet(), pipeline(4)),
+    "integers and masks, 1f1b": lambda: (_multi(), pipeline(3)),
+    "batch norm, 1f1b": lambda: (_norms(), pipeline(2)),
+    "weighted loss, 1f1b × dp": lambda: (_weighted(), pipeline(2, replicas=2, microbatches=2)),
+}
+
+
+def trainings() -> dict[str, Callable[[], tuple[Training, Strategy]]]:
+    """All cases, hand-made first."""
+
+    def of(name: str) -> Callable[[], tuple[Training, Strategy]]:
+        def build() -> tuple[Training, Strategy]:
+            dag, strategy = CASES[name]()
+            return hand_made(dag), strategy
+
+        return build
+
+    return {name: of(name) for name in CASES} | CAPTURED
