@@ -16,7 +16,7 @@ from piper.errors import CaptureError
 from piper.ir.dag import Dag
 from piper.planner import plan
 from piper.runtime.batch import Batch, signature
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.state import OptimizerSpec, Slice
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
 """Allowed relative error by the loss's element type; rounding stays far below, a wrong graph far above."""
@@ -65,7 +65,7 @@ def run_graph(
     """Loss and gradients of the graph itself on one device; nothing is updated."""
     gradients: dict[str, torch.Tensor] = {}
 
-    def observe(found: Mapping[str, torch.Tensor]) -> None:
+    def observe(found: Mapping[str, torch.Tensor], _: Mapping[str, Slice]) -> None:
         gradients.update({name: tensor.detach().clone() for name, tensor in found.items()})
 
     spec = OptimizerSpec(build=_frozen, observe=observe)

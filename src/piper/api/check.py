@@ -24,7 +24,14 @@ from piper.capture.joint import LossFn
 from piper.directives.base import Directive
 from piper.errors import CheckError
 from piper.runtime.batch import Batch
-from piper.runtime.state import ModelState, OptimizerFactory, OptimizerSpec, StateSnapshot
+from piper.runtime.state import (
+    STEP,
+    ModelState,
+    OptimizerFactory,
+    OptimizerSpec,
+    Slice,
+    StateSnapshot,
+)
 
 TOLERANCE = 1e-10
 """Largest error that counts as equal, in float64."""
@@ -183,12 +190,16 @@ class _Tap:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: list[tuple[str, torch.Tensor]] = []
+        self._found: list[tuple[str, Slice | None, torch.Tensor]] = []
 
-    def observe(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def observe(
+        self, gradients: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]
+    ) -> None:
         """Called by every device, with its final gradients."""
         with self._lock:
-            self._found.extend((n, g.detach().clone()) for n, g in gradients.items())
+            self._found.extend(
+                (n, slices.get(n), g.detach().clone()) for n, g in gradients.items()
+            )
 
     def compare(
         self, expected: Mapping[str, torch.Tensor], copies: Sequence[StateSnapshot]
@@ -198,16 +209,31 @@ class _Tap:
         Each of *copies* that holds a parameter must have been given its gradient, once.
         """
         found: dict[str, list[torch.Tensor]] = {}
-        for name, gradient in self._found:
-            found.setdefault(name, []).append(gradient)
+        for name, part, gradient in self._found:
+            whole = gradient if part is None else _completed(part, gradient, expected.get(name))
+            found.setdefault(name, []).append(whole)
         self._found = []
-        holders = Counter(name for held in copies for name in held.parameters)
+        holders = Counter(n for held in copies for n in {**held.parameters, **held.shards})
         rounds = max((len(gradients) for gradients in found.values()), default=1)
         worst = _worst(
             ({n: g[min(i, len(g) - 1)] for n, g in found.items()} for i in range(rounds)), expected
         )
         miscounted = [n for n, gradients in found.items() if len(gradients) != holders[n]]
         return Errors({**worst.by_name, **dict.fromkeys(miscounted, math.inf)})
+
+
+def _completed(
+    part: Slice, tensor: torch.Tensor, expected: torch.Tensor | None
+) -> torch.Tensor:
+    """A slice in place of that of what is *expected*, so that it can be compared as a whole tensor."""
+    if expected is None:
+        return tensor
+    whole = expected.clone().contiguous()
+    mine = part.of(whole)
+    if mine.shape == tensor.shape:
+        mine.copy_(tensor)
+        return whole
+    return torch.full_like(whole, math.nan)
 
 
 def _worst(
@@ -230,8 +256,13 @@ class _StateErrors(TypedDict):
 def _state_errors(copies: Sequence[StateSnapshot], state: ModelState) -> _StateErrors:
     """What is wrong with each device's copies; a name that no device holds is infinitely wrong."""
     expected = state.snapshot([*state.parameters, *state.buffers], optimizer=True)
+    whole = [c.parameters for c in copies]
+    slices = [
+        {n: _completed(s.part, s.tensor, expected.parameters.get(n)) for n, s in c.shards.items()}
+        for c in copies
+    ]
     return _StateErrors(
-        parameters=_held_errors([c.parameters for c in copies], expected.parameters),
+        parameters=_held_errors([*whole, *slices], expected.parameters),
         buffers=_held_errors([c.buffers for c in copies], expected.buffers),
         optimizer=_optimizer_errors(copies, expected),
     )
@@ -252,23 +283,30 @@ def _optimizer_errors(copies: Sequence[StateSnapshot], expected: StateSnapshot) 
     wanted = _by_kind(expected)
     errors: dict[str, float] = {}
     for held in copies:
-        own = _by_kind(held)
+        own = _by_kind(held, wanted)
         for kind in wanted.keys() | own.keys():
             all_ = wanted.get(kind, {})
-            elsewhere = {n: t for n, t in all_.items() if n not in held.parameters}
+            here = {**held.parameters, **held.shards}
+            elsewhere = {n: t for n, t in all_.items() if n not in here}
             for name, error in compare({**elsewhere, **own.get(kind, {})}, all_).by_name.items():
                 key = f"{kind} of {name}"
                 errors[key] = max(error, errors.get(key, 0.0))
     return Errors(errors)
 
 
-def _by_kind(snapshot: StateSnapshot) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's state by key, then by parameter; numbers as tensors."""
+def _by_kind(
+    snapshot: StateSnapshot, expected: Mapping[str, Mapping[str, torch.Tensor]] | None = None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's state by key, then by parameter; numbers as tensors, slices completed by what is *expected*."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, entries in (snapshot.optimizer.state if snapshot.optimizer else {}).items():
         for key, value in entries.items():
             if isinstance(value, (torch.Tensor, int, float)):
-                found.setdefault(key, {})[name] = torch.as_tensor(value)
+                tensor, shard = torch.as_tensor(value), snapshot.shards.get(name)
+                if shard is not None and key != STEP:
+                    whole = (expected or {}).get(key, {}).get(name)
+                    tensor = _completed(shard.part, tensor, whole)
+                found.setdefault(key, {})[name] = tensor
     return found
 
 
