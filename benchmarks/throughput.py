@@ -47,8 +47,9 @@ from piper.runtime.worker import Worker
 CONFIG = Path(__file__).parent.parent / "examples" / "gpt_stdlib.toml"
 NUM_STAGES = 2
 MICROBATCHES = 8
-ROWS = 2
+ROWS = 4
 WARM_UP = 2
+MESSAGE = 1 << 17
 
 
 Pair: TypeAlias = tuple[str, str]
@@ -83,12 +84,13 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What they measured: seconds per step of each variant in each round, processor seconds likewise by rank, and the
-    cores that others kept busy meanwhile."""
+    """What they measured: seconds per step of each variant in each round, processor seconds likewise by rank, the cores that
+    others kept busy meanwhile, and the seconds that one message of :data:`MESSAGE` bytes takes."""
 
     seconds: dict[str, list[float]]
     cpu: list[dict[str, list[float]]]
     foreign: float
+    message: float
 
 
 class Stage(torch.nn.Module):
@@ -223,6 +225,7 @@ def work(rank: int, setup: Setup) -> None:
     cpu: dict[str, list[float]] = {name: [] for name in variants}
     busy, started = busy_seconds(), time.perf_counter()
     own = time.process_time()
+    message = min(_message(rank) for _ in range(5))
     profiler = _Profiler(setup.profile, rank)
     for turn in range(WARM_UP + setup.rounds):
         for name, run in variants.items():
@@ -246,9 +249,23 @@ def work(rank: int, setup: Setup) -> None:
     everyone: list[dict[str, list[float]]] = [{} for _ in range(NUM_STAGES)]
     dist.all_gather_object(everyone, cpu)
     if rank == 0:
-        print(msgspec.json.encode(Found(seconds, everyone, foreign)).decode(), flush=True)
+        print(msgspec.json.encode(Found(seconds, everyone, foreign, message)).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _message(rank: int) -> float:
+    """Seconds of one message there, and an empty one back."""
+    payload, answer = torch.zeros(MESSAGE, dtype=torch.uint8), torch.zeros(1)
+    dist.barrier()
+    began = time.perf_counter()
+    if rank == 0:
+        dist.send(payload, 1)
+        dist.recv(answer, 1)
+    else:
+        dist.recv(payload, 0)
+        dist.send(answer, 0)
+    return time.perf_counter() - began
 
 
 class _Profiler:
@@ -284,8 +301,8 @@ class _Profiler:
 def limited(rate: str) -> Iterator[Link]:
     """Two network namespaces joined by a link of *rate* (tc's notation) each way.
 
-    Token buckets (``tc tbf``) on both ends: communication then takes wall time and almost no processor time. The burst exceeds one
-    segment that the kernel hands over whole (64 KiB). Torn down on the way out, also after an error.
+    Token buckets (``tc tbf``) on both ends: communication then takes wall time and almost no processor time. Torn down on the way
+    out, also after an error.
 
     Raises:
         PermissionError: this user may not make namespaces, or ``ip`` and ``tc`` are missing.
@@ -306,7 +323,10 @@ def limited(rate: str) -> Iterator[Link]:
             _command("ip", "-n", space, "addr", "add", f"{address}/24", "dev", interface)
             _command("ip", "-n", space, "link", "set", interface, "up")
             _command("ip", "-n", space, "link", "set", "lo", "up")
-            bucket = ("tbf", "rate", rate, "burst", "96kb", "latency", "20ms")
+            # Segments that the kernel hands over whole must fit into the bucket, and the bucket must be small beside a
+            # message, which would otherwise pass without delay after every pause.
+            _command("ip", "-n", space, "link", "set", interface, "gso_max_size", "8192")
+            bucket = ("tbf", "rate", rate, "burst", "16kb", "latency", "20ms")
             _command("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket)
         enter = ("ip", "netns", "exec")
         prefixes = (*enter, spaces[0]), (*enter, spaces[1])
@@ -350,6 +370,10 @@ def measure(setup: Setup) -> Found:
 def report(setup: Setup, found: Found) -> None:
     """A line per variant, and the comparison."""
     link, tokens = setup.link, MICROBATCHES * ROWS * setup.seq_len
+    print(
+        f"throughput {link.name:9} {setup.layers} layers of width {setup.width}, {MICROBATCHES} microbatches of "
+        f"{ROWS}×{setup.seq_len} tokens; a message of {MESSAGE >> 10} KiB takes {found.message * 1e3:.1f} ms"
+    )
     for name, taken in found.seconds.items():
         used = " ".join(f"{min(of[name]) * 1e3:.1f}" for of in found.cpu)
         print(
@@ -370,6 +394,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="after two of warm-up")
     parser.add_argument("--steps", type=int, default=4, help="training steps per round")
     parser.add_argument("--links", default="loopback,100mbit", help="loopback, or a rate of tc")
+    parser.add_argument("--width", type=int, default=0, help="default: the example's")
     parser.add_argument("--profile", default="", help="profile one variant: piper or torch")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("setup", nargs="?", help=argparse.SUPPRESS)
@@ -383,25 +408,25 @@ def main() -> None:
     for name in options.links.split(","):
         try:
             with nullcontext(LOOPBACK) if name == "loopback" else limited(name) as link:
-                setup = make_setup(link, options.rounds, options.steps, options.profile)
+                setup = make_setup(link, options)
                 report(setup, measure(setup))
         except PermissionError as error:
             print(f"throughput {name}: skipped: {error}")
 
 
-def make_setup(link: Link, rounds: int, steps: int, profile: str) -> Setup:
+def make_setup(link: Link, options: argparse.Namespace) -> Setup:
     """The model and sequence length of the example."""
     config = tomllib.loads(CONFIG.read_text())
     return Setup(
         link=link,
         port=_free_port(),
-        rounds=rounds,
-        steps=steps,
+        rounds=options.rounds,
+        steps=options.steps,
         seq_len=config["train"]["seq_len"],
-        width=config["model"]["width"],
+        width=options.width or config["model"]["width"],
         layers=config["model"]["num_layers"],
         heads=config["model"]["num_heads"],
-        profile=profile,
+        profile=options.profile,
     )
 
 

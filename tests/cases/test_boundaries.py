@@ -225,3 +225,30 @@ def test_a_boundary_tensor_that_two_later_stages_and_the_loss_read():
         return functional.mse_loss(h, targets) + first.square().mean()
 
     assert_equal(Model(), loss_fn, pipeline(4, replicas=2), (randn(16, 3), randn(16, 3, seed=1)))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_tensor_that_is_not_split(replicas):
+    """A mask over positions goes whole to every microbatch of every replica, and to every stage."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+
+        def forward(self, x, mask):
+            for stage, linear in enumerate(self.stages):
+                with piper.annotate("PP", stage):
+                    x = mask @ linear(x).tanh()
+            return x
+
+    torch.manual_seed(0)
+    mask, x, y = torch.rand(4, 4).tril(), randn(8, 4, 3), randn(8, 4, 3, seed=1)
+    strategy = pipeline(2, microbatches=2, replicas=replicas)
+    report = piper.check(
+        Model(), mse, strategy, ((x, mask), y), optimizer=adamw, batch_dims={"mask": None}
+    )
+    assert report.ok
+    assert report.whole_batch_difference < 1e-12
+    with pytest.raises(piper.PiperError, match="batch size"):
+        piper.check(Model(), mse, strategy, ((x, mask), y), optimizer=adamw)

@@ -89,15 +89,28 @@ def test_a_batch_without_any_valid_token_is_not_a_number_as_in_pytorch():
     )
     nothing = torch.full((4, LENGTH), IGNORED)
     batch = (randint(VOCABULARY, 4, LENGTH), nothing)
+    split = [piper.Split({}, num_microbatches=2)]
+    report = piper.check(model, per_valid_token, split, batch, optimizer=sgd)
+    assert not report.ok
     with piper.compile(
-        model,
-        per_valid_token,
-        [piper.Split({}, num_microbatches=2)],
-        (batch[0], padded_targets(4)),
-        optimizer=sgd,
-        backend="inprocess",
+        model, per_valid_token, split, batch, optimizer=sgd, backend="inprocess"
     ) as trainer:
         assert torch.tensor(trainer.step(*batch).loss).isnan()
+
+
+def test_a_first_microbatch_without_any_valid_token():
+    """Compiling compares one microbatch with PyTorch; one without weight says nothing and divides by nothing."""
+    torch.manual_seed(0)
+    model = Transformer(
+        TransformerConfig(vocab_size=VOCABULARY, context=LENGTH, width=4, num_layers=1, num_heads=1)
+    )
+    batch = (randint(VOCABULARY, 4, LENGTH), padded_targets(4))
+    split = [piper.Split({}, num_microbatches=4)]
+    assert piper.check(model, per_valid_token, split, batch, optimizer=sgd).ok
+    with piper.compile(
+        model, per_valid_token, split, batch, optimizer=sgd, backend="inprocess"
+    ) as trainer:
+        assert torch.tensor(trainer.step(*batch).loss).isfinite()
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])

@@ -135,7 +135,8 @@ def test_a_group_that_only_reads_a_parameter_updates_its_copy_too(weighted, repl
 @pytest.mark.parametrize("use", ["tied", "detached"])
 def test_a_parameter_on_overlapping_groups_is_refused(use):
     # The first and the last stage share w0 and device 1, but exchange no value.
-    strategy = [*chained([[0, 1], [2, 3], [1, 4]]), Replicate({})]
+    groups = ([0, 1], [2, 3], [1, 4])
+    strategy = [*(Place({"PP": s}, group) for s, group in enumerate(groups)), Replicate({})]
     apply(chain(3), strategy)
     with pytest.raises(PlacementError, match=r"'w0' is used on device groups .* share device 1"):
         apply(chain(3, **{use: True}), strategy)

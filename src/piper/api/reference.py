@@ -1,5 +1,6 @@
 """Single-process training, the measure of every strategy: eager PyTorch, microbatch after microbatch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class Reference:
                 sums[name] = sums[name] + gradient if name in sums else gradient
             total_loss += float(loss.detach())
             total_weight += weight
+        total_weight = total_weight or math.nan  # 0 / 0, as for tensors
         return ReferenceStep(
             total_loss / total_weight, {name: g / total_weight for name, g in sums.items()}
         )
@@ -68,12 +70,20 @@ class Reference:
 
     def loss(self, batch: Batch, step: int) -> float:
         """The loss of the whole batch in one piece; writes no buffer that outlives the call."""
+        loss, weight = self._without_trace(batch, step)
+        return loss / (weight or math.nan)
+
+    def weight(self, batch: Batch) -> float:
+        """The weight of the loss of *batch*; writes no buffer that outlives the call."""
+        return self._without_trace(batch, 0)[1]
+
+    def _without_trace(self, batch: Batch, step: int) -> tuple[float, float]:
         saved = {name: buffer.clone() for name, buffer in self.state.buffers.items()}
         with torch.no_grad():
             loss, weight = self._forward(batch, step, 0)
         for name, buffer in saved.items():
             self.state.buffers[name].copy_(buffer)
-        return float(loss) / weight
+        return float(loss), weight
 
     def _forward(self, part: Batch, step: int, number: int) -> tuple[torch.Tensor, float]:
         inputs, targets = part
