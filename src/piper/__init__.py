@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from piper.capture import annotate, annotate_module, capture
     from piper.directives.order import Order
     from piper.directives.place import Place
+    from piper.directives.recompute import Recompute
     from piper.directives.replicate import Replicate
     from piper.directives.split import Split
     from piper.directives.strategy import apply, dump_strategy, load_strategy
@@ -34,6 +35,7 @@ __all__ = [
     "Order",
     "PiperError",
     "Place",
+    "Recompute",
     "Replicate",
     "Split",
     "TrainResult",
@@ -61,6 +63,7 @@ _HOMES = {
     "Order": "piper.directives.order",
     "PiperError": "piper.errors",
     "Place": "piper.directives.place",
+    "Recompute": "piper.directives.recompute",
     "Replicate": "piper.directives.replicate",
     "Split": "piper.directives.split",
     "TrainResult": "piper.api.trainer",

@@ -26,6 +26,21 @@ def test_one_device_per_group_is_not_replicated():
     assert [d.devices for d in strategy if isinstance(d, Place)] == [[0], [1], [2]]
 
 
+@pytest.mark.parametrize(
+    ("zero", "flags"),
+    [
+        (0, {}),
+        (1, {"shard_optimizer": True}),
+        (2, {"shard_grads": True}),
+        (3, {"shard_params": True, "gather_stream": "early"}),
+    ],
+)
+def test_zero_is_what_the_replicas_shard(zero, flags):
+    stream = flags.get("gather_stream")
+    strategy = pipeline("1f1b", PAIRS, 4, zero=zero, gather_stream=stream)
+    assert [d for d in strategy if isinstance(d, Replicate)] == [Replicate({}, **flags)]
+
+
 def test_virtual_stages_are_per_group():
     assert pipeline("interleaved_1f1b", [[0], [1]], 4, num_virtual_stages=3) == [
         *looped([[0], [1]], 3),
@@ -67,6 +82,7 @@ def test_tags_reach_every_directive():
         ),
         (("1f1b", PAIRS, 8), {"bucket_size": 0}, DirectiveError, "positive, found 0"),
         (("1f1b", [[0]], 8), {"bucket_size": -1}, DirectiveError, "positive, found -1"),
+        (("1f1b", PAIRS, 8), {"zero": 4}, DirectiveError, "zero is 0 .*found 4"),
         (("1f1b", PAIRS, 8), {"microbatch_tag": "PP"}, ScheduleError, "must differ"),
     ],
 )

@@ -1,4 +1,5 @@
 import json
+import re
 
 from tests.cli.conftest import SECTIONS
 
@@ -25,7 +26,7 @@ def test_the_schedule_is_drawn(piper, write):
 def test_the_table_counts_messages_and_bytes(piper, write):
     strategy = SECTIONS["strategy"].replace("[[0], [1]]", "[[0, 1], [2, 3]]")
     lines = shown(piper("plan", write(strategy=strategy)))
-    (row,) = [line.split() for line in lines if line.lstrip().startswith("2 ")]
+    row, _ = [line.split() for line in lines if line.lstrip().startswith("2 ")]
     # Stage 1: a block of width 16 (two norms 2·2·16, attention 4·16² + 4·16, MLP 2·2·16² + 3·16), the last norm
     # 2·16, the head 256·16; float32. Two microbatches of one row of 8 × 16 float32 each way; all gradients reduced.
     parameters = 64 + 1024 + 64 + 1024 + 48 + 32 + 4096
@@ -90,3 +91,20 @@ def test_a_strategy_file_is_planned_like_the_schedule_that_it_says(piper, write,
 
 def test_weights_and_text_are_not_needed(piper, write):
     shown(piper("plan", write(data='files = ["absent.txt"]')))
+
+
+def memory(lines):
+    """The rows of the table of memory, by device, in words."""
+    (start,) = [i for i, line in enumerate(lines) if " memory " in line]
+    return [line.split() for line in lines[start:] if re.match(r" *\d ", line)]
+
+
+def test_measured_memory_is_what_was_planned(piper, write, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    planned = memory(shown(piper("plan", write())))
+    measured = memory(shown(piper("plan", write(), "--measure")))
+    assert len(planned) == 2
+    for one, two in zip(planned, measured, strict=True):
+        number, *peak = one[:3]
+        assert float(peak[0]) > 0
+        assert two == [number, *peak, *peak, *one[3:]]

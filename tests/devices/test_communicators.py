@@ -13,7 +13,7 @@ from piper.devices.gloo import GlooCommunicator
 from piper.devices.memory import Hub
 from piper.errors import CommunicationError
 from piper.ids import DeviceId
-from piper.ops.base import Communicator, Message
+from piper.ops.base import Communicator, Message, ReduceOp
 
 DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "uint8", "bool"]
 
@@ -136,6 +136,39 @@ def test_all_reduce_sums_with_the_same_bits_everywhere(together, dtype, size):
         assert result.dtype == getattr(torch, dtype)
         assert torch.equal(result.to(torch.float64), expected.to(torch.float64))
         assert torch.equal(result.view(torch.uint8), results[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduce_of_the_maximum(together, dtype, size):
+    def body(me):
+        flat = values(dtype, me.rank)
+        me.all_reduce(flat, ReduceOp.MAX).wait()
+        return flat
+
+    columns = [values(dtype, r).to(torch.float64) for r in range(size)]
+    expected = torch.stack(columns).amax(0)
+    for result in together(size, body):
+        assert result.dtype == getattr(torch, dtype)
+        assert torch.equal(result.to(torch.float64), expected)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_the_maximum_of_what_is_no_number_is_none(together, bad):
+    """On whichever member it is; infinities are numbers."""
+
+    def body(me):
+        mine = [torch.nan if me.rank == bad else 5.0, -3.0 - me.rank, -torch.inf, torch.inf]
+        flat = torch.tensor(mine, dtype=torch.float64)
+        me.all_reduce(flat, ReduceOp.MAX).wait()
+        return flat
+
+    expected = torch.tensor([torch.nan, -3.0, -torch.inf, torch.inf], dtype=torch.float64)
+    for result in together(3, body):
+        assert torch.equal(
+            result.nan_to_num(7.0, torch.inf, -torch.inf),
+            expected.nan_to_num(7.0, torch.inf, -torch.inf),
+        )
 
 
 def test_all_reduce_of_inexact_sums_has_the_same_bits_everywhere(together):

@@ -8,6 +8,7 @@ from tests.support.synthetic import chain
 from piper.directives.base import DIRECTIVES
 from piper.directives.order import Order
 from piper.directives.place import Place
+from piper.directives.recompute import Recompute
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
 from piper.directives.strategy import apply, dump_strategy, load_strategy
@@ -21,6 +22,8 @@ STRATEGY = [
     Replicate({"PP": 0}, [0, 1], bucket_size=2.5, reduce_stream="r", replicated_buffers="mean"),
     Split({}, num_microbatches=8),
     Split({"PP": "*"}, "SUB", 2),
+    Recompute({"PP": 0}),
+    Recompute({"PP": [1, 2]}, save=["mm", "matmul"]),
     Order([[{"PP": 0, "MB": 0, "PASS": "F"}], [], [{"COMM": "all_reduce"}, {"PASS": ["F", "B"]}]]),
     *interleaved_one_f_one_b(2, 2, 4),
 ]
@@ -72,7 +75,7 @@ def test_files_written_by_hand(tmp_path):
     assert strategy == [
         Place({"PP": 0}, [0, 1]),
         Place({"PP": 1}, [2, 3], "p2p"),
-        Replicate({"PP": 0}, [0, 1], 25.0),
+        Replicate({"PP": 0}, [0, 1], bucket_size=25.0),
         Replicate({"PP": 1}, reduce_stream="ar"),
         Split({}, "MB", 2),
         Order(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from piper.backends.inprocess import InProcessBackend
 from piper.plan.model import Plan
 from piper.runtime.batch import signature
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.state import OptimizerSpec, Shard, Slice
 
 FLOOR = 1e-6
 """Norms below this fraction of the largest of their kind count as that much."""
@@ -20,11 +20,16 @@ FLOOR = 1e-6
 
 @dataclass
 class Planned:
-    """One step: the loss; per device the gradients that its optimizer got, and its parameters and buffers."""
+    """One step: the loss; per device the gradients that its optimizer got, and its parameters and buffers.
+
+    Where a device trains a slice of a parameter, the gradient is that slice's, and ``shards`` has the slice besides what
+    it holds whole.
+    """
 
     loss: float
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | Shard]] = field(default_factory=list)
     state: list[dict[str, Tensor]] = field(default_factory=list)
+    shards: list[dict[str, Shard]] = field(default_factory=list)
 
 
 def train(
@@ -38,13 +43,14 @@ def train(
     **options: object,
 ) -> list[Planned]:
     """One step per batch from *model*'s weights. *options* are those of the backend."""
-    seen: list[dict[str, Tensor]] = [{} for _ in range(plan.num_devices)]
+    seen: list[dict[str, Tensor | Shard]] = [{} for _ in range(plan.num_devices)]
 
-    def observe(gradients: Mapping[str, Tensor]) -> None:
+    def observe(gradients: Mapping[str, Tensor], slices: Mapping[str, Slice]) -> None:
         device = int(threading.current_thread().name.rpartition(" ")[2])
         for name, gradient in gradients.items():
             assert name not in seen[device], f"device {device} updates {name} twice"
-            seen[device][name] = gradient.detach().clone()
+            copy, part = gradient.detach().clone(), slices.get(name)
+            seen[device][name] = copy if part is None else Shard(part, copy)
 
     tensors = {
         n: t.detach()
@@ -66,6 +72,7 @@ def train(
                     sum(losses) / sum(weights.values()),
                     [dict(gradients) for gradients in seen],
                     [{**c.parameters, **c.buffers} for c in copies],
+                    [c.shards for c in copies],
                 )
             )
             for gradients in seen:
@@ -92,21 +99,38 @@ def compare(found: Sequence[Planned], expected: Sequence[Step]) -> Worst:
     loss = gradients = state = 0.0
     for mine, theirs in zip(found, expected, strict=True):
         loss = max(loss, _scalar(mine.loss, theirs.loss))
-        assert set(theirs.state) <= {name for held in mine.state for name in held}
-        for got, held in zip(mine.gradients, mine.state, strict=True):
-            wanted = {n: g for n, g in theirs.gradients.items() if n in held}
-            assert got.keys() == wanted.keys()
+        _assert_all_there(mine, theirs)
+        for got, held, shards in zip(mine.gradients, mine.state, mine.shards, strict=True):
+            wanted = {n for n in theirs.gradients if n in held or n in shards}
+            assert got.keys() == wanted
             gradients = max(gradients, _tensors(got, theirs.gradients))
-            state = max(state, _tensors(held, theirs.state))
+            state = max(state, _tensors(held, theirs.state), _tensors(shards, theirs.state))
     return Worst(loss, gradients, state)
 
 
-def _tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest error of *found*, all of whose names *expected* has; norms count among all of *expected*."""
+def _assert_all_there(mine: Planned, theirs: Step) -> None:
+    """Every name is held whole somewhere, or all its slices are."""
+    whole = {name for held in mine.state for name in held}
+    for name in set(theirs.state) - whole:
+        parts = {shards[name].part for shards in mine.shards if name in shards}
+        counts = {part.count for part in parts}
+        assert len(counts) == 1, f"{name} is held nowhere, or cut in different ways: {counts}"
+        assert {part.index for part in parts} == set(range(counts.pop())), f"slices of {name}"
+
+
+def _tensors(found: Mapping[str, Tensor | Shard], expected: Mapping[str, Tensor]) -> float:
+    """The largest error of *found*, all of whose names *expected* has; norms count among all of *expected*.
+
+    The error of a slice is relative to the whole tensor.
+    """
     largest = max((float(t.double().norm()) for t in expected.values()), default=0.0)
     worst = 0.0
-    for name, tensor in found.items():
-        distance = float((tensor.double() - expected[name].double()).norm())
+    for name, entry in found.items():
+        tensor, wanted = entry, expected[name]
+        if isinstance(entry, Shard):
+            tensor, wanted = entry.tensor, entry.part.of(wanted)
+        assert tensor.shape == wanted.shape, name
+        distance = float((tensor.double() - wanted.double()).norm())
         scale = max(float(expected[name].double().norm()), FLOOR * largest)
         error = 0.0 if distance == 0.0 else distance / scale
         assert not math.isnan(error), f"{name} is not a number"

@@ -121,6 +121,7 @@ def test_every_option_reaches_the_optimizer(write, section, kind, expected):
             '[optimizer]\nname = "sgd"\nbetas = [0.9, 0.9]',
             "optimizer.betas: unknown field; known here: name, lr, momentum, nesterov, weight_decay",
         ),
+        ("[train]\nmax_grad_norm = 0", "train.max_grad_norm: expected a number > 0"),
         ("[train]\nsteps = 0", "train.steps: expected an integer >= 1, found 0"),
         ('[train]\nsteps = "9"', "train.steps: expected an integer, found '9'"),
         ("[train]\nsteps = 1.5", "train.steps: expected an integer, found 1.5"),
@@ -163,6 +164,7 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_found(write, text, me
         ("", "strategy: expected this section, found none"),
         ("[strategy]", "[strategy]: expected either schedule or file, found neither"),
         (STRATEGY + 'file = "s.json"', "[strategy]: expected either schedule or file, found both"),
+        (STRATEGY + "zero = 4", "strategy.zero: expected an integer <= 3, found 4"),
         (
             '[strategy]\nfile = "s.json"\nbucket_size = 1',
             "strategy.bucket_size: a strategy file already says this",
@@ -206,6 +208,12 @@ def test_a_strategy_is_a_schedule_or_a_file(write, text, message):
 def test_a_schedule_becomes_the_directives_of_a_pipeline(write):
     config = load_config(write(STRATEGY + "bucket_size = 0.5"))
     expected = pipeline("1f1b", [[0, 1], [2, 3]], 4, bucket_size=0.5)
+    assert config.strategy.directives() == expected
+
+
+def test_zero_reaches_the_strategy(write):
+    config = load_config(write(STRATEGY + "zero = 2"))
+    expected = pipeline("1f1b", [[0, 1], [2, 3]], 4, zero=2)
     assert config.strategy.directives() == expected
 
 

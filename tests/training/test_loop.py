@@ -106,6 +106,16 @@ def test_the_reference_repeats_the_run(configure):
     assert outcome.max_difference <= TOLERANCE
 
 
+def test_clipping_is_that_of_one_process(configure, tmp_path):
+    config = configure(train="max_grad_norm = 0.1")
+    outcome = train(config)
+    assert outcome.max_difference <= TOLERANCE
+    assert all(record.grad_norm > 0.1 for record in outcome.trained)
+    assert outcome.trained[-1].loss != pytest.approx(eager(config)[0][-1], rel=1e-6)
+    records = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [r for r in records if isinstance(r, TrainRecord)] == list(outcome.trained)
+
+
 def test_the_reference_is_as_long_as_the_run_at_most(configure):
     assert len(train(configure()).reference) == 5
     assert train(configure(train="reference_steps = 0")).max_difference is None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from tests.verify.execution import STEPS, Training, hand_made
-from tests.verify.plans import CASES, both_ways, interleaved, pipeline
+from tests.verify.plans import CASES, both_ways, hybrid, interleaved, pipeline
 from torch import nn
 from torch.nn import functional
 
@@ -112,6 +112,26 @@ CAPTURED: dict[str, Callable[[], tuple[Training, Strategy]]] = {
     "tied transformer, 1f1b × dp": lambda: (
         _transformer(tied=True, stages=2),
         pipeline(2, replicas=2, microbatches=2),
+    ),
+    "tied transformer, zero 1": lambda: (
+        _transformer(tied=True, stages=2),
+        pipeline(2, replicas=2, microbatches=2, shard_optimizer=True, bucket_size=2e-3),
+    ),
+    "transformer, zero 2": lambda: (
+        _transformer(tied=False, stages=2),
+        pipeline(2, replicas=2, microbatches=2, shard_grads=True, bucket_size=2e-3),
+    ),
+    "tied transformer, zero 3": lambda: (
+        _transformer(tied=True, stages=2),
+        pipeline(2, replicas=2, microbatches=2, shard_params=True, bucket_size=2e-3),
+    ),
+    "transformer, hybrid zero 3": lambda: (
+        _transformer(tied=True, stages=2),
+        hybrid(microbatches=1, shard_params=True, bucket_size=2e-3),
+    ),
+    "weighted loss, zero 2": lambda: (
+        _weighted(),
+        pipeline(2, replicas=2, microbatches=2, shard_grads=True),
     ),
     "transformer with dropout, interleaved": lambda: (
         _transformer(tied=False, stages=4, dropout=0.2),

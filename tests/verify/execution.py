@@ -5,6 +5,7 @@ directives, planner and verifier.
 """
 
 import copy
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,13 @@ from piper.errors import PiperError
 from piper.ids import BodyId, ValueId
 from piper.ir.check import topological_order
 from piper.ir.dag import STATE, BatchLeaf, Dag, LossKind, Role
-from piper.ops.base import Handle, Instruction, RandomKey
+from piper.ops.base import Handle, Instruction, RandomKey, ReduceOp, shard_length
 from piper.ops.compute import Call
 from piper.ops.wait import Wait
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch, flatten, signature
 from piper.runtime.code import chunk_function
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.state import OptimizerSpec, Slice
 
 STEPS = 2
 RATE, MOMENTUM = 0.05, 0.9
@@ -35,10 +36,11 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Outcome:
-    """What a run of :data:`STEPS` steps leaves: scalars by (step, name, global microbatch); state by (device, name)."""
+    """What a run of :data:`STEPS` steps leaves: scalars by (step, name, global microbatch); state, and slices of it, by (device, name)."""
 
     reports: dict[tuple[int, str, int], float] = field(default_factory=dict)
     state: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    slices: dict[tuple[int, str], tuple[Slice, torch.Tensor]] = field(default_factory=dict)
 
 
 class FailedError(Exception):
@@ -80,9 +82,16 @@ class Sgd:
         self.parameters = parameters
         self.momenta: dict[str, torch.Tensor] = {}
 
-    def update(self, gradients: Mapping[str, torch.Tensor], scale: torch.Tensor | None) -> None:
+    def update(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        scale: torch.Tensor | None,
+        norm: torch.Tensor | float | None = None,
+        max_norm: float | None = None,
+    ) -> None:
         for name, gradient in gradients.items():
             g = gradient if scale is None else gradient / scale
+            g = g if max_norm is None else g * min(1.0, max_norm / (float(norm) + 1e-6))
             old = self.momenta.get(name)
             self.momenta[name] = g.clone() if old is None else MOMENTUM * old + g
             self.parameters[name].sub_(RATE * self.momenta[name])
@@ -113,7 +122,14 @@ def reference(training: Training, plan: Plan) -> Outcome:
                     old = gradients.get(name)
                     gradients[name] = found[value] if old is None else old + found[value]
             final = final or buffers
-        sgd.update(gradients, total if dag.weights else None)
+        scale = total if dag.weights else None
+        if dag.clip is None:
+            sgd.update(gradients, scale)
+        else:
+            flat = torch.cat([g.reshape(-1) for g in gradients.values()])
+            norm = float((flat if scale is None else flat / scale).norm(float(dag.clip.norm)))
+            outcome.reports[step, "grad_norm", 0] = norm
+            sgd.update(gradients, scale, norm, dag.clip.max_norm)
         tensors.update(final)
     outcome.state = {(0, name): tensor for name, tensor in tensors.items()}
     return outcome
@@ -203,6 +219,10 @@ def differs(outcome: Outcome, expected: Outcome) -> str | None:
         wanted = expected.state[0, name]
         if not (tensor - wanted).abs().max() <= 1e-10 * wanted.abs().max():
             return f"{name} on device {device}"
+    for (device, name), (part, tensor) in outcome.slices.items():
+        wanted, scale = part.of(expected.state[0, name]), expected.state[0, name].abs().max()
+        if wanted.numel() and not (tensor - wanted).abs().max() <= 1e-10 * scale:
+            return f"slice {part.index} of {name} on device {device}"
     return None
 
 
@@ -228,6 +248,9 @@ def in_process(plan: Plan, training: Training, *, timeout: float) -> Outcome:
                 assert state is not None
                 for name, tensor in (*state.parameters.items(), *state.buffers.items()):
                     outcome.state[worker._rank, name] = tensor.detach().clone()
+                copy = state.snapshot(plan.dag.parameters, optimizer=False)
+                for name, shard in copy.shards.items():
+                    outcome.slices[worker._rank, name] = shard.part, shard.tensor
         except (PiperError, AssertionError, LookupError, ValueError, TypeError) as error:
             raise FailedError(f"{type(error).__name__}: {error}") from error
     return outcome
@@ -236,8 +259,23 @@ def in_process(plan: Plan, training: Training, *, timeout: float) -> Outcome:
 # --- the adversary --------------------------------------------------------------------------------
 
 
+def padded(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """The *count* slices of a tensor, filled up with zeros to equal lengths."""
+    length = shard_length(tuple(tensor.shape), count)
+    whole = tensor.new_zeros(length * count)
+    whole[: tensor.numel()] = tensor.reshape(-1)
+    return [piece.clone() for piece in whole.split(length)]
+
+
+def whole(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor of *shape* whose padded slices are *parts*."""
+    return torch.cat(list(parts))[: math.prod(shape)].reshape(shape)
+
+
 class _Device(TensorOperations):
     """One device of the adversary; also the runtime that instructions are bound to."""
+
+    torch_device = CPU
 
     def __init__(self, adversary: "Adversary", number: int) -> None:
         plan = adversary.plan
@@ -249,19 +287,24 @@ class _Device(TensorOperations):
         self.seed = 0
         self.step = 0
         self.tensors = {}
+        self.shards: dict[str, torch.Tensor] = {}  # padded to equal lengths
         for info in self.mine.slots:
-            if info.role in (Role.PARAMETER, Role.BUFFER):
+            if info.role in (Role.PARAMETER, Role.BUFFER, Role.SHARD):
                 tensor = (adversary.training.weights | adversary.training.constants)[info.name]
-                self.tensors[info.name] = tensor.clone()
+                if info.shard is None:
+                    self.tensors[info.name] = tensor.clone()
+                else:
+                    self.shards[info.name] = padded(tensor, info.shard[1])[info.shard[0]]
         self.state = self
-        self.sgd = Sgd(self.tensors)
+        self.sgd = Sgd({**self.tensors, **self.shards})
         self.slots: list[torch.Tensor | None] = [None] * len(self.mine.slots)
         for slot, info in enumerate(self.mine.slots):
             if info.role is Role.SEED:
                 dtype = torch_dtype(info.message.dtype)
                 self.slots[slot] = torch.full(info.message.shape, plan.seed_value, dtype=dtype)
             elif info.role in STATE:
-                self.slots[slot] = self.tensors[info.name]
+                held = self.shards if info.role is Role.SHARD else self.tensors
+                self.slots[slot] = held[info.name]
         self.program: list[tuple[Instruction, Callable[[], Handle | None] | None]] = [
             (i, None if isinstance(i, Wait) or i.rendezvous() else i.bind(self))  # type: ignore[arg-type]
             for i in self.mine.instructions
@@ -273,8 +316,8 @@ class _Device(TensorOperations):
         plan = self.adversary.plan
         return chunk_function(plan.dag.bodies[body], plan.bindings, CPU)
 
-    def update(self, gradients, scale) -> None:
-        self.sgd.update(gradients, scale)
+    def update(self, gradients, scale, norm=None, max_norm=None) -> None:
+        self.sgd.update(gradients, scale, norm, max_norm)
 
     def write_buffer(self, name, value) -> None:
         self.tensors[name].copy_(value)
@@ -336,6 +379,12 @@ class Adversary:
         for device in self.devices:
             for name, tensor in device.tensors.items():
                 self.outcome.state[device.number, name] = tensor.clone()
+            for info in device.mine.slots:
+                if info.shard is not None:
+                    part = Slice(*info.shard)
+                    size = part.of(self.training.weights[info.name]).numel()
+                    mine = device.shards[info.name][:size].clone()
+                    self.outcome.slices[device.number, info.name] = part, mine
         return self.outcome
 
     def _step(self, step: int) -> None:
@@ -451,12 +500,24 @@ class Adversary:
             assert meeting is not None
             for i, slot in enumerate(instruction.writes()):
                 parts = [given[m][i] for m in meeting.members if len(given[m]) > i]
-                device.slots[slot] = self._combine(meeting.role, instruction, parts)
+                shape = meeting.messages[i].shape
+                if meeting.role == "reduce_scatter":
+                    total = sum(parts[1:], parts[0].clone())
+                    mine = padded(total, len(parts))[meeting.members.index(number)]
+                    device.slots[slot] = mine.reshape(shape)
+                elif meeting.role == "all_gather":
+                    device.slots[slot] = whole(parts, shape)
+                elif meeting.role == "refresh":
+                    device.slots[slot].copy_(whole(parts, shape))
+                else:
+                    device.slots[slot] = self._combine(meeting.role, instruction, parts)
             self._complete(device, position)
 
     def _combine(self, role: str, instruction: Instruction, parts) -> torch.Tensor:
         if role != "all_reduce":
             return parts[0].clone()
+        if getattr(instruction, "reduce", None) is ReduceOp.MAX:
+            return torch.stack(parts).amax(0)
         total = sum(parts[1:], parts[0].clone())
         return total / len(parts) if getattr(instruction, "average", False) else total
 

@@ -8,16 +8,30 @@ from msgspec.structs import fields as struct_fields
 from msgspec.structs import replace as replace_struct
 
 from piper.ids import EventId, NodeId, Slot, Stream
-from piper.ops.base import Instruction, Message
+from piper.ops.all_reduce import AllReduceBucket
+from piper.ops.base import Instruction, Message, ReduceOp
 from piper.ops.free import Free
+from piper.ops.grad_norm import Norm
+from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.model import Plan
 
 Program = list[Instruction]
 
-SLOT_FIELDS = frozenset({"slot", "buffer", "value", "scale"})
+SLOT_FIELDS = frozenset({"slot", "buffer", "value", "scale", "grad_norm", "part", "result"})
 SLOTS_FIELDS = frozenset(
-    {"inputs", "outputs", "slots", "totals", "left", "right", "gradients", "parameters"}
+    {
+        "inputs",
+        "outputs",
+        "slots",
+        "totals",
+        "left",
+        "right",
+        "gradients",
+        "parameters",
+        "parts",
+        "kept",
+    }
 )
 
 
@@ -302,7 +316,7 @@ def _other_names(m: Mutator) -> Result:
 
 def _other_report(m: Mutator) -> Result:
     place = m.where(lambda x: hasattr(x, "name"))
-    return m.with_field(place, name=m.random.choice(["loss", "weight", "b"]))
+    return m.with_field(place, name=m.random.choice(["loss", "weight", "grad_norm", "b"]))
 
 
 def _no_scale(m: Mutator) -> Result:
@@ -315,6 +329,20 @@ def _average(m: Mutator) -> Result:
     if place is None:
         return None
     return m.with_field(place, average=not m.at(place).average)
+
+
+def _other_norm(m: Mutator) -> Result:
+    """Another norm, another bound, another way to combine, or a report of something else."""
+    place = m.where(lambda x: hasattr(x, "norm") or hasattr(x, "max_norm") or hasattr(x, "reduce"))
+    if place is None:
+        return None
+    match m.at(place):
+        case OptimizerStep():
+            return m.with_field(place, max_norm=m.random.choice([None, 0.5, 2.0]))
+        case AllReduceBucket():
+            return m.with_field(place, reduce=m.random.choice(list(ReduceOp)))
+        case _:
+            return m.with_field(place, norm=m.random.choice(list(Norm)))
 
 
 def _other_message(m: Mutator) -> Result:
@@ -376,6 +404,71 @@ def _swap_transfers(m: Mutator) -> Result:
             program[at[0]], program[at[1]] = program[at[1]], program[at[0]]
         devices.append(replace_struct(device, instructions=tuple(program)))
     return f"{communicator}: messages {one} ⇄ {two}", replace(m.plan, devices=tuple(devices))
+
+
+def _collective(m: Mutator) -> Result:
+    """A collective vanishes or comes twice on all its members."""
+    place = m.where(lambda x: hasattr(x, "members"))
+    if place is None:
+        return None
+    one, times = m.at(place), m.random.choice([0, 2])
+    devices = []
+    for device in m.plan.devices:
+        program: Program = []
+        for x in device.instructions:
+            mine = x.node == one.node and getattr(x, "members", None) == one.members
+            program += [x] * (times if mine else 1)
+        devices.append(replace_struct(device, instructions=tuple(program)))
+    text = f"{m.text(place)}: {'twice' if times else 'gone'}"
+    return text, replace(m.plan, devices=tuple(devices))
+
+
+def _swap_collectives(m: Mutator) -> Result:
+    """Two collectives of one group in the other order, on all its members: may be harmless."""
+    place = m.where(lambda x: hasattr(x, "members"))
+    if place is None:
+        return None
+    one = m.at(place)
+    others = [
+        x
+        for x in m.plan.devices[place[0]].instructions
+        if getattr(x, "members", None) == one.members and x.node != one.node
+    ]
+    if not others:
+        return None
+    other = m.random.choice(others)
+    devices = []
+    for device in m.plan.devices:
+        program = list(device.instructions)
+        at = [
+            i
+            for i, x in enumerate(program)
+            if getattr(x, "members", None) == one.members and x.node in (one.node, other.node)
+        ]
+        if len(at) == 2:
+            program[at[0]], program[at[1]] = program[at[1]], program[at[0]]
+        devices.append(replace_struct(device, instructions=tuple(program)))
+    return f"{m.text(place)} ⇄ {other.describe()}", replace(m.plan, devices=tuple(devices))
+
+
+def _other_slice(m: Mutator) -> Result:
+    """A device holds another slice of a parameter."""
+    found = [
+        (device.device, i)
+        for device in m.plan.devices
+        for i, info in enumerate(device.slots)
+        if info.shard is not None
+    ]
+    if not found:
+        return None
+    number, slot = m.random.choice(found)
+    devices = list(m.plan.devices)
+    slots = list(devices[number].slots)
+    _, count = slots[slot].shard
+    shard = m.random.choice([None, *((i, count) for i in range(count)), (0, count + 1)])
+    slots[slot] = replace_struct(slots[slot], shard=shard)
+    devices[number] = replace_struct(devices[number], slots=tuple(slots))
+    return f"device {number} slot {slot} is slice {shard}", replace(m.plan, devices=tuple(devices))
 
 
 def _other_device(m: Mutator) -> Result:
@@ -463,10 +556,14 @@ KINDS: dict[str, tuple[int, Callable[[Mutator], Result]]] = {
     "report": (2, _other_report),
     "no scale": (1, _no_scale),
     "average": (1, _average),
+    "norm": (2, _other_norm),
     "message": (2, _other_message),
     "message's value": (3, _other_end),
     "transfer": (3, _transfer),
     "swap transfers": (4, _swap_transfers),
+    "collective": (3, _collective),
+    "swap collectives": (4, _swap_collectives),
+    "slice": (2, _other_slice),
     "other device": (2, _other_device),
     "swap programs": (1, _swap_programs),
     "slot table": (3, _slot_table),

@@ -9,8 +9,10 @@ from tests.verify.dags import chain
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
 from piper.directives.strategy import Strategy, apply
-from piper.ir.dag import Dag
+from piper.ir.dag import Clip, Dag, GradientUse
+from piper.ir.edit import use_gradients
 from piper.ops.base import Instruction
+from piper.ops.grad_norm import Norm
 from piper.plan.model import Plan
 from piper.planner import plan as make_plan
 from piper.schedules.interleaved import interleaved_one_f_one_b
@@ -39,10 +41,33 @@ def interleaved(ranks: int, virtual: int, microbatches: int) -> Strategy:
     ]
 
 
-def both_ways(ranks: int, microbatches: int, replicas: int = 1) -> Strategy:
+def hybrid(microbatches: int = 2, **shard) -> Strategy:
+    """Four replicas: sharded within pairs, replicated across."""
+    return [
+        Replicate({}, [[0, 1], [2, 3]], **shard),
+        Split({}, num_microbatches=microbatches),
+    ]
+
+
+def looped_zero(virtual: int, microbatches: int, **shard) -> Strategy:
+    """Two ranks of two replicas; consecutive chunks of a device are of different stages, or of one that is gathered already."""
+    return [
+        *looped([[0, 1], [2, 3]], virtual),
+        Replicate({}, **shard),
+        Split({}, num_microbatches=microbatches),
+        *interleaved_one_f_one_b(2, virtual, microbatches),
+    ]
+
+
+def both_ways(ranks: int, microbatches: int, replicas: int = 1, **replicate) -> Strategy:
     groups = [[s * replicas + r for r in range(replicas)] for s in range(ranks)]
     strategy = [Split({}, num_microbatches=microbatches), *two_way(groups, microbatches)]
-    return [Replicate({}), *strategy] if replicas > 1 else strategy
+    return [Replicate({}, **replicate), *strategy] if replicas > 1 else strategy
+
+
+def clipped(dag: Dag, norm: Norm) -> Dag:
+    """*dag*, its gradients clipped."""
+    return use_gradients(dag, GradientUse.UPDATE, Clip(norm, 1.5)).dag
 
 
 CASES: dict[str, Callable[[], tuple[Dag, Strategy]]] = {
@@ -64,6 +89,37 @@ CASES: dict[str, Callable[[], tuple[Dag, Strategy]]] = {
     ),
     "two ways": lambda: (chain(2, ROWS, tied=True, weighted=True), both_ways(2, 4)),
     "two ways × dp": lambda: (chain(2, ROWS), both_ways(2, 4, replicas=2)),
+    "clipped": lambda: (clipped(chain(3, ROWS), Norm.L2), pipeline(3)),
+    "clipped × dp": lambda: (
+        clipped(chain(2, ROWS, tied=True, weighted=True), Norm.INF),
+        pipeline(2, replicas=2, bucket_size=1e-5),
+    ),
+    "zero 1": lambda: (
+        chain(2, ROWS),
+        pipeline(2, replicas=2, microbatches=2, shard_optimizer=True),
+    ),
+    "zero 2": lambda: (chain(2, ROWS), pipeline(2, replicas=2, shard_grads=True)),
+    "zero 3": lambda: (chain(2, ROWS), pipeline(2, replicas=2, shard_params=True)),
+    "zero 1, tied, weighted": lambda: (
+        chain(3, ROWS, tied=True, weighted=True),
+        pipeline(3, replicas=2, microbatches=2, shard_optimizer=True),
+    ),
+    "zero 3, tied, weighted": lambda: (
+        chain(3, ROWS, tied=True, weighted=True),
+        pipeline(3, replicas=2, microbatches=2, shard_params=True),
+    ),
+    "zero 3, empty slices": lambda: (
+        chain(1, 2 * 16),
+        pipeline(1, replicas=16, microbatches=1, shard_params=True),
+    ),
+    "hybrid zero 1": lambda: (chain(2, ROWS), hybrid(shard_optimizer=True)),
+    "hybrid zero 2": lambda: (chain(2, ROWS), hybrid(shard_grads=True)),
+    "hybrid zero 3": lambda: (chain(2, ROWS), hybrid(shard_params=True)),
+    "two ways, zero 2": lambda: (
+        chain(2, ROWS, tied=True),
+        both_ways(2, 2, replicas=2, shard_grads=True),
+    ),
+    "looped, zero 3": lambda: (chain(4, ROWS), looped_zero(2, 2, shard_params=True)),
     "looped, unordered": lambda: (
         chain(4, ROWS, skip=True),
         [*looped([[0], [1]], 2), Split({}, num_microbatches=4)],

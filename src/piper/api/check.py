@@ -14,7 +14,7 @@ from rich.table import Table
 
 from piper.api.capture_check import check_capture
 from piper.api.compare import Errors, compare, scalar_error
-from piper.api.programs import Programs, model_tensors
+from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.reference import Reference
 from piper.api.rows import rebuild_sequence
 from piper.api.trainer import Trainer
@@ -25,12 +25,12 @@ from piper.directives.base import Directive
 from piper.errors import CheckError
 from piper.runtime.batch import Batch
 from piper.runtime.state import (
-    STEP,
     ModelState,
     OptimizerFactory,
     OptimizerSpec,
     Slice,
     StateSnapshot,
+    per_element,
 )
 
 TOLERANCE = 1e-10
@@ -43,7 +43,7 @@ WHOLE_BATCH_TOLERANCE = 1e-8
 @dataclass(frozen=True, slots=True)
 class StepErrors:
     """Errors of one step against single-process training: of the loss, and, on every device that holds one, of each gradient,
-    updated parameter, buffer, and tensor of the optimizer's state.
+    updated parameter, buffer, and tensor of the optimizer's state; of the gradients' norm, if they are clipped.
     """
 
     step: int
@@ -52,6 +52,7 @@ class StepErrors:
     parameters: Errors
     buffers: Errors
     optimizer: Errors
+    grad_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class CheckReport:
 
     @property
     def max_grad_error(self) -> float:
-        """Largest relative error of a gradient."""
-        return max(step.gradients.worst for step in self.steps)
+        """Largest relative error of a gradient, or of the norm of all."""
+        return max(max(step.gradients.worst, step.grad_norm) for step in self.steps)
 
     @property
     def max_param_error(self) -> float:
@@ -110,6 +111,8 @@ class CheckReport:
                 if errors.by_name:
                     name = max(errors.by_name, key=errors.by_name.__getitem__)
                     table.add_row("", what, name, _mark(errors.worst, self.tolerance))
+            if step.grad_norm:
+                table.add_row("", "gradients' norm", "", _mark(step.grad_norm, self.tolerance))
         yield table
         yield "[green]equal[/green]" if self.ok else "[red]different[/red]"
         if self.whole_batch_difference > WHOLE_BATCH_TOLERANCE:
@@ -134,6 +137,8 @@ def check(
     lr_schedule: Callable[[int], float] | None = None,
     steps: int = 2,
     seed: int = 0,
+    max_grad_norm: float | None = None,
+    norm_type: float = 2.0,
     batch_dims: Mapping[str, int | None] | None = None,
     tolerance: float = TOLERANCE,
     backend: Backend | None = None,
@@ -141,7 +146,7 @@ def check(
     """Train a float64 copy of *model* for *steps* steps under *strategy*, and in one process, and compare.
 
     *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on every device that holds a copy, every
-    gradient, parameter, buffer and optimizer state. *backend* defaults to threads of this process; its workers must be threads,
+    gradient, parameter, buffer and optimizer state, and the norm where gradients are clipped. *backend* defaults to threads of this process; its workers must be threads,
     since the gradients are seen there. Raises what :func:`piper.compile` raises.
     """
     if steps < 1:
@@ -154,11 +159,12 @@ def check(
 
     groups = None if param_groups is None else tuple(param_groups)
     spec = OptimizerSpec(build=optimizer, param_groups=groups, lr_schedule=lr_schedule)
-    programs = Programs(model, loss_fn, strategy, batch_dims)
+    clip = make_clip(max_grad_norm, norm_type)
+    programs = Programs(model, loss_fn, strategy, batch_dims, clip)
     program = programs.training(fetch(0))
     tensors = model_tensors(model)
     check_capture(model, loss_fn, program, fetch(0), seed)
-    reference = Reference(model, loss_fn, program.captured.dag, tensors, spec, seed)
+    reference = Reference(model, loss_fn, program.captured.dag, tensors, spec, seed, clip)
     whole = reference.loss(fetch(0), 0)
     tap = _Tap()
     observed = OptimizerSpec(optimizer, groups, lr_schedule, tap.observe)
@@ -179,10 +185,20 @@ def check(
                     step=step,
                     loss=scalar_error(result.loss, expected.loss),
                     gradients=tap.compare(expected.gradients, copies),
+                    grad_norm=_norm_error(result.grad_norm, expected.grad_norm),
                     **_state_errors(copies, reference.state),
                 )
             )
     return CheckReport(tuple(errors), tolerance, scalar_error(whole, loss))
+
+
+def _norm_error(found: float | None, expected: float | None) -> float:
+    """Relative error of the norm of all gradients; 0 where there is none, or is no number, on both sides."""
+    if found is None or expected is None:
+        return 0.0 if found is expected else math.inf
+    if math.isnan(found) and math.isnan(expected):
+        return 0.0
+    return scalar_error(found, expected)
 
 
 class _Tap:
@@ -192,14 +208,10 @@ class _Tap:
         self._lock = threading.Lock()
         self._found: list[tuple[str, Slice | None, torch.Tensor]] = []
 
-    def observe(
-        self, gradients: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]
-    ) -> None:
+    def observe(self, gradients: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> None:
         """Called by every device, with its final gradients."""
         with self._lock:
-            self._found.extend(
-                (n, slices.get(n), g.detach().clone()) for n, g in gradients.items()
-            )
+            self._found.extend((n, slices.get(n), g.detach().clone()) for n, g in gradients.items())
 
     def compare(
         self, expected: Mapping[str, torch.Tensor], copies: Sequence[StateSnapshot]
@@ -222,9 +234,7 @@ class _Tap:
         return Errors({**worst.by_name, **dict.fromkeys(miscounted, math.inf)})
 
 
-def _completed(
-    part: Slice, tensor: torch.Tensor, expected: torch.Tensor | None
-) -> torch.Tensor:
+def _completed(part: Slice, tensor: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
     """A slice in place of that of what is *expected*, so that it can be compared as a whole tensor."""
     if expected is None:
         return tensor
@@ -303,7 +313,7 @@ def _by_kind(
         for key, value in entries.items():
             if isinstance(value, (torch.Tensor, int, float)):
                 tensor, shard = torch.as_tensor(value), snapshot.shards.get(name)
-                if shard is not None and key != STEP:
+                if shard is not None and per_element(key, tensor, tuple(shard.tensor.shape)):
                     whole = (expected or {}).get(key, {}).get(name)
                     tensor = _completed(shard.part, tensor, whole)
                 found.setdefault(key, {})[name] = tensor

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from piper.api.capture_check import check_capture
-from piper.api.programs import Programs, model_tensors
+from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.trainer import Trainer
 from piper.backends import make_backend
 from piper.backends.base import Backend
@@ -27,6 +27,8 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     lr_schedule: Callable[[int], float] | None = None,
     backend: str | Backend = "ray",
     seed: int = 0,
+    max_grad_norm: float | None = None,
+    norm_type: float = 2.0,
     batch_dims: Mapping[str, int | None] | None = None,
     init: Weights | None = None,
     verify_capture: bool = True,
@@ -38,14 +40,17 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     or a mapping (``**kwargs``). ``optimizer`` takes what ``torch.optim`` classes take first and returns one;
     ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``; ``lr_schedule`` maps the step to a factor on
     the learning rates. ``backend`` is ``"ray"`` (one process per device), ``"inprocess"`` (one thread per device) or
-    a backend of your own. ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
+    a backend of your own. ``max_grad_norm`` clips the gradients by the norm of all of them together, as
+    ``torch.nn.utils.clip_grad_norm_`` does on one device (``norm_type`` 2 or ``math.inf``; with ``math.inf`` as bound the norm is
+    only reported). ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
     model on the meta device: a mapping, or a function from names to one. ``verify_capture`` compares one
     microbatch's loss and gradients with eager PyTorch first (skipped on the meta device).
 
     Everything that can be refused is refused here, before any worker starts: :class:`CaptureError`,
     :class:`FilterError`, :class:`DirectiveError` and its subclasses, :class:`VerificationError`, :class:`ConfigError`.
     """
-    programs = Programs(model, loss_fn, strategy, batch_dims)
+    clip = make_clip(max_grad_norm, norm_type)
+    programs = Programs(model, loss_fn, strategy, batch_dims, clip)
     program = programs.training(example_batch)
     weights = init if init is not None else _weights(model)
     if verify_capture and not _on_meta(model):

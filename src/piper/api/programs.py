@@ -1,5 +1,6 @@
 """From a model, a strategy and a batch to a verified plan; one per batch signature, made once."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,10 @@ from piper.capture.joint import LossFn
 from piper.directives.base import Directive
 from piper.directives.order import Order
 from piper.directives.strategy import apply
+from piper.errors import ConfigError
+from piper.ir.dag import Clip, Dag, GradientUse
+from piper.ir.edit import use_gradients
+from piper.ops.grad_norm import Norm
 from piper.plan.model import Plan
 from piper.planner import microbatch_size, plan, violated_guard
 from piper.runtime.batch import Batch, Signature, signature
@@ -37,7 +42,7 @@ class Programs:
 
     ``batch_dims`` is that of :func:`piper.capture`. A model whose graph does not hold for the strategy's microbatch
     size is captured again at that size. So is one whose modules have changed between training and evaluation mode, or
-    some of whose parameters were frozen.
+    some of whose parameters were frozen. ``clip`` is that of every training step.
     """
 
     def __init__(
@@ -46,47 +51,60 @@ class Programs:
         loss_fn: LossFn,
         strategy: Sequence[Directive],
         batch_dims: Mapping[str, int | None] | None = None,
+        clip: Clip | None = None,
     ) -> None:
+        self.clip = clip
         self.model, self.loss_fn, self.batch_dims = model, loss_fn, batch_dims
         self.strategy = tuple(strategy)
-        self._made: dict[tuple[str, Signature, tuple[bool, ...]], Program] = {}
+        self._made: dict[tuple[object, ...], Program] = {}
+        self._captured: dict[tuple[object, ...], Captured] = {}
 
-    def training(self, batch: Batch) -> Program:
-        """The program of a training step on batches like *batch*."""
-        return self._get("train", batch, self.strategy)
+    def training(self, batch: Batch, use: GradientUse = GradientUse.UPDATE) -> Program:
+        """The program of a training step on batches like *batch*, whose gradients are used as said."""
+        return self._get("train", batch, self.strategy, use)
 
     def evaluation(self, batch: Batch) -> Program:
         """The program of the forward pass alone, in evaluation mode. Orders speak of training and are left out."""
         placed = tuple(d for d in self.strategy if not isinstance(d, Order))
         with evaluating(self.model):
-            return self._get("eval", batch, placed)
+            return self._get("eval", batch, placed, GradientUse.UPDATE)
 
-    def _get(self, mode: str, batch: Batch, strategy: Sequence[Directive]) -> Program:
+    def _get(
+        self, mode: str, batch: Batch, strategy: Sequence[Directive], use: GradientUse
+    ) -> Program:
         found = signature(batch)
-        known = (mode, found, _flags(self.model))
-        if known not in self._made:
+        alike = (mode, found, _flags(self.model))
+        if (alike, use) not in self._made:
+            captured, dag = self._apply(alike, batch, strategy, use, grad=mode == "train")
+            planned = plan(dag)
+            verify(planned)
             key = f"{mode}-{len(self._made)}"
-            self._made[known] = self._make(key, batch, found, strategy, grad=mode == "train")
-        return self._made[known]
+            self._made[alike, use] = Program(key, planned, found, captured)
+        return self._made[alike, use]
 
-    def _make(
+    def _apply(
         self,
-        key: str,
+        alike: tuple[object, ...],
         batch: Batch,
-        found: Signature,
         strategy: Sequence[Directive],
+        use: GradientUse,
         *,
         grad: bool,
-    ) -> Program:
-        captured = self._capture(batch, None, grad=grad)
-        dag = apply(captured.dag, strategy)
+    ) -> tuple[Captured, Dag]:
+        """A capture, which all programs that are *alike* share, and what the strategy makes of it."""
+
+        def applied() -> Dag:
+            core = self._captured[alike].dag
+            return apply(use_gradients(core, use, self.clip).dag if grad else core, strategy)
+
+        if alike not in self._captured:
+            self._captured[alike] = self._capture(batch, None, grad=grad)
+        dag = applied()
         size = microbatch_size(dag)
         if violated_guard(dag, size) is not None:
-            captured = self._capture(batch, size, grad=grad)
-            dag = apply(captured.dag, strategy)
-        planned = plan(dag)
-        verify(planned)
-        return Program(key, planned, found, captured)
+            self._captured[alike] = self._capture(batch, size, grad=grad)
+            dag = applied()
+        return self._captured[alike], dag
 
     def _capture(self, batch: Batch, size: int | None, *, grad: bool) -> Captured:
         return capture_with_constants(
@@ -97,6 +115,23 @@ class Programs:
             batch_size=size,
             grad=grad,
         )
+
+
+def make_clip(max_grad_norm: float | None, norm_type: float) -> Clip | None:
+    """What users ask for by ``max_grad_norm`` (infinity: only to report the norm) and ``norm_type``.
+
+    Raises :class:`ConfigError` for a norm that is neither 2 nor infinity, or a bound that is not positive.
+    """
+    norm = next((n for n in Norm if float(n.value) == norm_type), None)
+    if norm is None:
+        raise ConfigError(f"norm_type is 2.0 or math.inf, found {norm_type!r}")
+    if max_grad_norm is None:
+        return None
+    if not max_grad_norm > 0:
+        raise ConfigError(
+            f"max_grad_norm is positive (math.inf: report the norm, clip nothing), found {max_grad_norm!r}"
+        )
+    return Clip(norm, None if math.isinf(max_grad_norm) else float(max_grad_norm))
 
 
 def _flags(model: torch.nn.Module) -> tuple[bool, ...]:

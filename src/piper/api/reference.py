@@ -10,7 +10,7 @@ from torch.func import functional_call
 from piper.api.rows import Rows
 from piper.capture.batch import as_arguments
 from piper.capture.joint import LossFn
-from piper.ir.dag import Dag
+from piper.ir.dag import Clip, Dag
 from piper.runtime.batch import Batch
 from piper.runtime.random import DrawFrom
 from piper.runtime.state import ModelState, OptimizerSpec
@@ -18,17 +18,20 @@ from piper.runtime.state import ModelState, OptimizerSpec
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """One step's loss, and gradients by parameter name (absent where autograd gives none)."""
+    """One step's loss, and gradients by parameter name (absent where autograd gives none); of a training step that clips, the clipped
+    ones, and their norm before.
+    """
 
     loss: float
     gradients: dict[str, torch.Tensor]
+    grad_norm: float | None = None
 
 
 class Reference:
     """One process that runs the global batch's microbatches in sequence, sums their gradients as the loss demands, and updates.
 
     Works on copies of the model's tensors; the model itself (its modules, hooks, mode) is used as it is. Random operators
-    draw from the same streams as under any strategy.
+    draw from the same streams as under any strategy. *clip* is that of the training step.
     """
 
     def __init__(
@@ -39,8 +42,10 @@ class Reference:
         tensors: Mapping[str, torch.Tensor],
         optimizer: OptimizerSpec | None,
         seed: int = 0,
+        clip: Clip | None = None,
     ) -> None:
         self._model, self._loss_fn, self._dag, self._seed = model, loss_fn, dag, seed
+        self._clip = clip
         self._rows = Rows(dag.batch)
         parameters = {n: t for n, t in tensors.items() if n in dag.parameters}
         buffers = {n: t for n, t in tensors.items() if n in dag.buffers}
@@ -64,9 +69,24 @@ class Reference:
     def step(self, batch: Batch, num_microbatches: int, step: int) -> ReferenceStep:
         """One training step."""
         self.state.begin_step(step)
-        result = self.gradients(batch, num_microbatches, step)
+        result = self._clipped(self.gradients(batch, num_microbatches, step))
         self.state.update(result.gradients, None)
         return result
+
+    def _clipped(self, result: ReferenceStep) -> ReferenceStep:
+        """*result* as torch's own function clips it."""
+        if self._clip is None:
+            return result
+        parameters = [torch.nn.Parameter(g, requires_grad=False) for g in result.gradients.values()]
+        for parameter, gradient in zip(parameters, result.gradients.values(), strict=True):
+            parameter.grad = gradient.clone()
+        max_norm = math.inf if self._clip.max_norm is None else self._clip.max_norm
+        norm = torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, float(self._clip.norm.value), error_if_nonfinite=False
+        )
+        found = [parameter.grad for parameter in parameters]
+        gradients = {n: g for n, g in zip(result.gradients, found, strict=True) if g is not None}
+        return ReferenceStep(result.loss, gradients, float(norm))
 
     def loss(self, batch: Batch, step: int) -> float:
         """The loss of the whole batch in one piece; writes no buffer that outlives the call."""

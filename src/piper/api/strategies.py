@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from msgspec.structs import replace
+
 from piper.directives.base import Directive
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
@@ -16,7 +18,9 @@ def pipeline(
     num_microbatches: int,
     *,
     num_virtual_stages: int = 1,
+    zero: int = 0,
     bucket_size: float | None = None,
+    gather_stream: str | None = None,
     replicated_buffers: Literal["first", "mean"] | None = None,
     stage_tag: str = "PP",
     microbatch_tag: str = "MB",
@@ -27,8 +31,10 @@ def pipeline(
     one per replica. The model must have ``len(groups) * num_virtual_stages`` regions tagged
     ``stage_tag``, numbered from 0; ``num_virtual_stages`` counts stages *per group* and is 1 for
     the schedules without virtual stages. Each replica runs ``num_microbatches`` microbatches per
-    step. ``bucket_size`` (MiB) and ``replicated_buffers`` are those of
-    :class:`~piper.directives.replicate.Replicate` and say nothing when there is one replica.
+    step. ``zero`` is what each group shards over its replicas: nothing (0), optimizer state (1),
+    gradients too (2), parameters too (3). ``bucket_size`` (MiB), ``gather_stream`` (``None``: a
+    stream of its own) and ``replicated_buffers`` are those of
+    :class:`~piper.directives.replicate.Replicate`. All these say nothing when there is one replica.
 
     ``pipeline("1f1b", [[0, 1], [2, 3]], 8)`` is::
 
@@ -40,7 +46,8 @@ def pipeline(
     Raises :class:`~piper.errors.ScheduleError` for an unknown schedule, a count below 1, virtual
     stages that the schedule does not have, or tags that clash;
     :class:`~piper.errors.PlacementError` for groups of unequal size or a device named twice;
-    :class:`~piper.errors.DirectiveError` for a ``bucket_size`` that is not positive.
+    :class:`~piper.errors.DirectiveError` for a ``bucket_size`` that is not positive, or a ``zero``
+    that is none of 0 to 3.
     """
     chosen = SCHEDULES[schedule]
     if num_virtual_stages != 1 and not chosen.virtual_stages:
@@ -52,11 +59,25 @@ def pipeline(
         )
     if bucket_size is not None and bucket_size <= 0:
         raise DirectiveError(f"bucket_size is in MiB and positive, found {bucket_size}")
+    if zero not in range(4):
+        raise DirectiveError(
+            f"zero is 0 (nothing sharded), 1 (optimizer state), 2 (gradients too) or 3 (parameters "
+            f"too), found {zero!r}"
+        )
     place = chosen.place(groups, num_virtual_stages, stage_tag)
     order = chosen.order(
         len(groups), num_virtual_stages, num_microbatches, stage_tag, microbatch_tag
     )
-    replicate = Replicate({}, bucket_size=bucket_size, replicated_buffers=replicated_buffers)
+    replicate = Replicate(
+        {},
+        shard_optimizer=zero == 1,
+        shard_grads=zero == 2,
+        shard_params=zero == 3,
+        bucket_size=bucket_size,
+        replicated_buffers=replicated_buffers,
+    )
+    if gather_stream is not None:
+        replicate = replace(replicate, gather_stream=gather_stream)
     split = Split({}, dim_name=microbatch_tag, num_microbatches=num_microbatches)
     if len(groups[0]) == 1:
         return [*place, split, *order]

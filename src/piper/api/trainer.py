@@ -14,8 +14,9 @@ from piper.api.programs import Program, Programs
 from piper.api.rows import Rows
 from piper.backends.base import Backend, StepResult
 from piper.errors import BatchError, StateError, nearest
-from piper.ir.dag import Dag, LossKind
+from piper.ir.dag import Dag, GradientUse, LossKind
 from piper.runtime.batch import Batch, Data
+from piper.runtime.elementwise import check_optimizer
 from piper.runtime.state import (
     OptimizerSpec,
     StateSnapshot,
@@ -36,13 +37,15 @@ class TrainResult:
     """What one step (or one evaluation) computed.
 
     ``loss`` is that of the global batch; ``seconds`` the time of the slowest worker; ``tokens`` the number of
-    elements of the targets' first tensor if those are integers, else the rows of the batch.
+    elements of the targets' first tensor if those are integers, else the rows of the batch. ``grad_norm`` is the norm of
+    all gradients before they were clipped, where ``max_grad_norm`` was given and parameters were updated.
     """
 
     step: int
     loss: float
     seconds: float
     tokens: int
+    grad_norm: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -67,7 +70,12 @@ class Trainer:
         self._trained = _trained(program)
         self._loaded: set[str] = set()
         self._step = 0
+        self._kept: set[str] = set()  # parameters with gradients of steps that updated nothing
+        self._kept_steps = 0
         self._closed = False
+        if optimizer is not None:
+            dag = program.plan.dag
+            check_optimizer(optimizer, dag.parameters, dag.shards, program.plan.num_devices)
         with self._closing_on_error():
             backend.start(program.plan.num_devices)
             self._load(program)
@@ -88,13 +96,21 @@ class Trainer:
         """Optimizer steps so far."""
         return self._step
 
-    def step(self, inputs: object, targets: object) -> TrainResult:
+    def step(self, inputs: object, targets: object, *, update: bool = True) -> TrainResult:
         """One training step on the global batch ``(inputs, targets)``; equal to single-process training on it.
 
+        With ``update=False`` nothing is updated and no optimizer step counted: the gradients are kept, and the next step that updates adds
+        them to its own, as several calls of ``backward`` do. Each step's gradients are those of its own loss, a mean or a sum over weights; adding
+        changes none of them. What is clipped is the sum. The random numbers of each call are its own. Kept gradients are not part
+        of any saved state: :meth:`load_state_dict` and :meth:`close` drop them.
+
         A batch of new shapes or constants is captured and planned first. Raises :class:`BatchError` or
-        :class:`SplitError` for a batch that does not fit the strategy, :class:`RunError` for a failure on a device.
+        :class:`SplitError` for a batch that does not fit the strategy, or under which a parameter with a kept gradient has none,
+        :class:`RunError` for a failure on a device.
         """
-        return self._run([(inputs, targets)])[0]
+        if update:
+            return self._run([(inputs, targets)])[0]
+        return self._keep((inputs, targets))
 
     def fit(
         self,
@@ -152,7 +168,8 @@ class Trainer:
         return _user_state(self.dag, snapshot)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite parameters and persistent buffers. The optimizer's state is left alone.
+        """Overwrite parameters and persistent buffers. The optimizer's state is left alone; gradients that ``step(update=False)`` kept are
+        dropped, since they are those of other parameters.
 
         Raises :class:`StateError` for missing, unexpected, misshapen entries, or different tensors under tied names.
         """
@@ -160,13 +177,14 @@ class Trainer:
         snapshot = _snapshot_from(self.dag, state, current)
         with self._closing_on_error():
             self._backend.restore(snapshot)
+        self._forget()
 
     def copy_to(self, model: torch.nn.Module) -> None:
         """Copy the trained parameters and persistent buffers into *model*, in place."""
         model.load_state_dict(self.state_dict())
 
     def close(self) -> None:
-        """Stop the workers. May be called twice."""
+        """Stop the workers; kept gradients are lost. May be called twice."""
         self._closed = True
         self._backend.close()
 
@@ -187,15 +205,43 @@ class Trainer:
         """Train on explicit batches, each under the program of its signature."""
         results: list[TrainResult] = []
         for batch in batches:
-            self._train = self._programs.training(batch)
+            use = GradientUse.ADD if self._kept_steps else GradientUse.UPDATE
+            self._train = self._programs.training(batch, use)
+            self._require_kept(self._train)
             (result,) = self._call(self._train, [batch], self._step)
             results.append(self._result(result, _tokens(batch, None)))
             self._step += 1
+            self._forget()
         return results
+
+    def _keep(self, batch: Batch) -> TrainResult:
+        """A training step that keeps its gradients."""
+        self._train = self._programs.training(batch, GradientUse.KEEP)
+        (result,) = self._call(self._train, [batch], self._step)
+        self._kept |= _with_gradients(self._train)
+        self._kept_steps += 1
+        return self._result(result, _tokens(batch, None))
+
+    def _require_kept(self, program: Program) -> None:
+        """Refuse to update without what is kept of some parameter."""
+        if missing := sorted(self._kept - _with_gradients(program)):
+            raise BatchError(
+                f"parameter {missing[0]!r} has a gradient from step(update=False), but none under this batch, so this step would not "
+                f"update it ({len(missing)} such parameters); end the accumulation with a batch that uses it"
+            )
+
+    def _forget(self) -> None:
+        """Nothing is kept any more."""
+        self._kept, self._kept_steps = set(), 0
 
     def _pushed(self, data: Iterable[Batch], steps: int) -> Iterator[list[TrainResult]]:
         stream = iter(data)
         done = 0
+        if self._kept_steps and steps:
+            first_batch = list(islice(stream, 1))
+            if first_batch:
+                yield self._run(first_batch)
+                done = 1
         while done < steps:
             batches = list(islice(stream, min(BATCHES_PER_CALL, steps - done)))
             if not batches:
@@ -218,6 +264,9 @@ class Trainer:
 
     def _pulled(self, data: Data, steps: int) -> Iterator[list[TrainResult]]:
         end, count = self._step + steps, 1
+        if self._kept_steps and steps:
+            yield self._run([data(self._step)])
+        steps = end - self._step
         sample = data(self._step) if steps else None
         while sample is not None and self._step < end:
             self._train = self._programs.training(sample)
@@ -246,7 +295,8 @@ class Trainer:
     ) -> tuple[StepResult, ...]:
         self._load(program)
         with self._closing_on_error():
-            run = self._backend.run(program.key, batches, first_step=step, seed=self._seed)
+            seed = _seed_of_call(self._seed, self._kept_steps)
+            run = self._backend.run(program.key, batches, first_step=step, seed=seed)
         if run.stopped_at is not None:
             raise BatchError(
                 f"step {run.stopped_at}: the batch does not have the signature that it was planned for: "
@@ -274,7 +324,8 @@ class Trainer:
     def _result(self, result: StepResult, tokens: int) -> TrainResult:
         values = result.values
         loss = _combine(self.dag.loss_kind, values["loss"], values.get("weight", {}))
-        return TrainResult(result.step, loss, result.seconds, tokens)
+        norm = values.get("grad_norm", {}).get(0)
+        return TrainResult(result.step, loss, result.seconds, tokens, norm)
 
     def _snapshot(self, *, optimizer: bool) -> StateSnapshot:
         with self._closing_on_error():
@@ -299,6 +350,16 @@ def _combine(kind: LossKind, losses: Mapping[int, float], weights: Mapping[int, 
         return total / len(losses)
     weight = sum(weights[m] for m in sorted(weights))
     return total / weight if weight else math.nan
+
+
+def _seed_of_call(seed: int, kept_steps: int) -> int:
+    """The seed of a step, after so many that only kept their gradients: these have the same number, but draw other numbers."""
+    return seed + (kept_steps << 32)
+
+
+def _with_gradients(program: Program) -> set[str]:
+    """The parameters that have a gradient under *program*."""
+    return {name for name, values in program.plan.dag.contributions.items() if values}
 
 
 def _trained(program: Program) -> set[str]:

@@ -23,6 +23,7 @@ from piper.errors import (
     StateError,
 )
 from piper.ir.dag import Parameter, Role
+from piper.ops.keep import KeepGradients
 from piper.ops.load_input import LoadInput
 from piper.ops.update import OptimizerStep
 from piper.ops.write_buffer import WriteBuffer
@@ -30,7 +31,6 @@ from piper.plan.model import DevicePlan, Plan
 from piper.registry import Registry
 from piper.runtime.batch import Batch, Data, FixedBatches, Signature, signature
 from piper.runtime.state import (
-    STEP,
     OptimizerSnapshot,
     OptimizerSpec,
     StateSnapshot,
@@ -38,6 +38,7 @@ from piper.runtime.state import (
     check_snapshot,
     group_parameters,
     merge_slices,
+    per_element,
 )
 from piper.runtime.worker import WorkerRun
 
@@ -411,24 +412,33 @@ class WorkerBackend(ABC):
 
 
 def _refuse_missing_copies(plan: Plan, holdings: _Holdings, constants: frozenset[str]) -> None:
-    """Refuse a plan that uses a parameter or buffer on a device that does not hold it."""
-    for mine in _by_device(plan):
+    """Refuse a plan that uses a parameter or buffer on a device that does not hold it, or not in that form: whole, or the same slice."""
+    for mine, first in zip(_by_device(plan), _by_device(holdings.plan), strict=False):
         held = constants.union(holdings.names[mine.device])
         if missing := [name for name in _state_names(mine) if name not in held]:
             raise StateError(
                 f"the plan for this batch uses {missing[0]!r} on device {mine.device}, which holds no parameter or buffer of that name: the "
                 f"first plan does not use it there. Begin with a batch that uses it, or place its regions on one device"
             )
+        forms = {(i.name, i.shard) for i in first.slots if i.role in _PARAMETERS}
+        forms |= {(name, None) for name in held - {name for name, _ in forms}}
+        for info in mine.slots:
+            if info.role in _PARAMETERS and (info.name, info.shard) not in forms:
+                form = "whole" if info.shard is None else "a slice of it"
+                raise StateError(
+                    f"the plan for this batch uses parameter {info.name!r}, {form}, on device {mine.device}, which does not hold it in this form: "
+                    f"the first plan does not train it, or shards it in another way. Begin with a batch that trains it"
+                )
 
 
 def _refuse_stale_copies(plan: Plan, holdings: _Holdings) -> None:
-    """Refuse a plan that writes a parameter or buffer on some of the devices that hold it, but not
-    on all.
+    """Refuse a plan that writes a parameter or buffer, or keeps a gradient, on some of the devices that
+    hold it, but not on all.
     """
     written: dict[str, set[int]] = {}
     for mine in plan.devices:
         for instruction in mine.instructions:
-            if isinstance(instruction, OptimizerStep):
+            if isinstance(instruction, (OptimizerStep, KeepGradients)):
                 names: tuple[str, ...] = instruction.names
             else:
                 names = (instruction.name,) if isinstance(instruction, WriteBuffer) else ()
@@ -457,7 +467,8 @@ def _loads_inputs(mine: DevicePlan) -> bool:
     return any(isinstance(i, LoadInput) for i in mine.instructions)
 
 
-_NAMED = (Role.PARAMETER, Role.SHARD, Role.BUFFER)
+_PARAMETERS = (Role.PARAMETER, Role.SHARD)
+_NAMED = (*_PARAMETERS, Role.BUFFER)
 
 
 def _state_names(mine: DevicePlan) -> list[str]:
@@ -532,23 +543,32 @@ def _assembled(
         ordered = [by_index[i] for i in sorted(by_index)]
         shape = [int(str(d)) for d in parameters[name].spec.shape]
         whole[name] = merge_slices([p.shards[name].tensor for p in ordered], shape)
+        lengths = [tuple(p.shards[name].tensor.shape) for p in ordered]
         entries = [
             p.optimizer.state[name] for p in ordered if p.optimizer and name in p.optimizer.state
         ]
         if entries:
             state[name] = {
-                key: _merge_entry(key, [e[key] for e in entries], shape) for key in entries[0]
+                key: _merge_entry(key, [e[key] for e in entries], lengths, shape)
+                for key in entries[0]
             }
     groups = next((p.optimizer.groups for p in parts if p.optimizer is not None), None)
     optimizer = None if groups is None else OptimizerSnapshot(state, groups)
     return [_without_shards(part) for part in parts] + [StateSnapshot(whole, {}, optimizer)]
 
 
-def _merge_entry(key: str, values: Sequence[object], shape: Sequence[int]) -> object:
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    if key == STEP or len(tensors) < len(values):
-        return values[0]
-    return merge_slices(tensors, shape)
+def _merge_entry(
+    key: str,
+    values: Sequence[object],
+    lengths: Sequence[tuple[int, ...]],
+    shape: Sequence[int],
+) -> object:
+    tensors = [
+        value
+        for value, length in zip(values, lengths, strict=False)
+        if isinstance(value, torch.Tensor) and per_element(key, value, length)
+    ]
+    return merge_slices(tensors, shape) if len(tensors) == len(values) else values[0]
 
 
 def _without_shards(part: StateSnapshot) -> StateSnapshot:

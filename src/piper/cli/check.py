@@ -40,6 +40,7 @@ def check(path: Path, console: Console) -> bool:
         lr_schedule=config.train.warmup(),
         steps=len(batches),
         seed=config.train.seed,
+        max_grad_norm=config.train.max_grad_norm,
     )
     console.print(report)
     return report.ok

@@ -103,13 +103,26 @@ def plan(
     save: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the plan's files into DIR.")
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Run two steps in this process, and show the memory that they take."
+        ),
+    ] = False,
     traceback: Traceback = False,
 ) -> None:
-    """Show what every device will do: the schedule as a picture, and a table. Nothing is run."""
+    """Show what every device will do and how much memory it needs. Nothing is run, unless it is to be measured."""
     with _reporting(traceback):
         from piper.cli.plan import plan as run
 
-        run(config, Console(), estimated=costs is Costs.ESTIMATED, text=text, save=save)
+        run(
+            config,
+            Console(),
+            estimated=costs is Costs.ESTIMATED,
+            text=text,
+            save=save,
+            measured=measure,
+        )
 
 
 @app.command()

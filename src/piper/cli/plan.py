@@ -10,20 +10,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from piper.api.programs import Programs
+from piper.api.programs import Program, Programs, make_clip, model_tensors
+from piper.backends.measured import measure
 from piper.ids import DeviceId, Stream
 from piper.ir.dag import Dag, Pass, Role
-from piper.models.transformer import transformer_loss
+from piper.models.transformer import Transformer, transformer_loss
 from piper.ops.base import Instruction
 from piper.ops.compute import Compute
 from piper.ops.update import OptimizerStep
 from piper.plan.codec import save_plan
+from piper.plan.memory import Category, DeviceMemory
 from piper.plan.model import DevicePlan, Plan
 from piper.plan.text import plan_text
 from piper.planner.estimate import Rates, node_seconds
+from piper.runtime.batch import Batch
+from piper.runtime.state import OptimizerSpec
+from piper.simulate.memory import OptimizerBytes, account, adam_bytes, gloo_frame
 from piper.simulate.playback import Durations, Timeline, play
-from piper.training.config import RunConfig, load_config
-from piper.training.model import make_skeleton
+from piper.training.config import OptimizerSection, RunConfig, SGDSection, load_config
+from piper.training.model import make_model, make_skeleton
 from piper.visualize.terminal import Box, DeviceRow, draw
 
 UNITS = {
@@ -36,13 +41,25 @@ UNITS = {
 """Durations of chunks by pass: what schedules are usually drawn with."""
 
 
-def plan(path: Path, console: Console, *, estimated: bool, text: bool, save: Path | None) -> None:
+def plan(
+    path: Path,
+    console: Console,
+    *,
+    estimated: bool,
+    text: bool,
+    save: Path | None,
+    measured: bool = False,
+) -> None:
     """Print the plan of the configuration at *path*; write its files into *save*.
 
     With *estimated*, chunks and messages are as long as the planner takes them to be; else see :data:`UNITS`.
+    With *measured*, two steps are run in this process to measure their memory.
     Raises what :func:`piper.compile` raises before it starts workers.
     """
-    planned = make_plan(load_config(path))
+    config = load_config(path)
+    model = make_model(config) if measured else make_skeleton(config)
+    program = make_program(config, model)
+    planned = program.plan
     if save is not None:
         save_plan(planned, save)
     if text:
@@ -54,16 +71,50 @@ def plan(path: Path, console: Console, *, estimated: bool, text: bool, save: Pat
     console.print(_headline(planned))
     console.print(draw(rows, console.width))
     console.print(_table(planned, rows))
+    found = measure_memory(config, model, program) if measured else None
+    console.print(_memory_table(planned, plan_memory(config, planned, measured=measured), found))
     if save is not None:
         console.print(Text(f"plan written to {save}"), soft_wrap=True)
 
 
-def make_plan(config: RunConfig) -> Plan:
-    """The verified plan of a training step. Needs neither weights nor data."""
-    shape = (config.train.batch_size, config.train.seq_len)
-    batch = (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+def make_program(config: RunConfig, model: Transformer) -> Program:
+    """The verified plan of a training step of *model*. Needs neither weights nor data."""
     directives = config.strategy.directives()
-    return Programs(make_skeleton(config), transformer_loss, directives).training(batch).plan
+    clip = make_clip(config.train.max_grad_norm, 2.0)
+    return Programs(model, transformer_loss, directives, clip=clip).training(_batch(config))
+
+
+def plan_memory(config: RunConfig, plan: Plan, *, measured: bool) -> tuple[DeviceMemory, ...]:
+    """What each device needs; if *measured*, as threads of this process, else on the configuration's backend."""
+    framed = config.train.backend == "ray" and not measured
+    frame_bytes = gloo_frame if framed else int
+    return account(plan, optimizer_bytes(config.optimizer), frame_bytes=frame_bytes)
+
+
+def measure_memory(
+    config: RunConfig, model: Transformer, program: Program
+) -> tuple[DeviceMemory, ...]:
+    """What each device uses in a step of *program*, which is made for *model*."""
+    return measure(
+        program.plan,
+        _batch(config),
+        model_tensors(model),
+        OptimizerSpec(config.optimizer.build),
+        program.constants,
+    )
+
+
+def optimizer_bytes(section: OptimizerSection) -> OptimizerBytes:
+    """Bytes of optimizer state for a trained tensor of so many bytes."""
+    if isinstance(section, SGDSection):
+        return 1.0 if section.momentum else 0.0
+    return adam_bytes
+
+
+def _batch(config: RunConfig) -> Batch:
+    """A batch of the right sizes."""
+    shape = (config.train.batch_size, config.train.seq_len)
+    return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 
 
 def unit_durations(plan: Plan) -> Durations:
@@ -193,6 +244,34 @@ def _traffic(mine: DevicePlan) -> tuple[_Traffic, _Traffic, _Traffic]:
             sizes[kind].append(sum(message.nbytes for message in meeting.messages))
     sends, receives, collectives = (_Traffic(len(s), sum(s)) for s in sizes.values())
     return sends, receives, collectives
+
+
+def _memory_table(
+    plan: Plan, planned: Sequence[DeviceMemory], measured: Sequence[DeviceMemory] | None
+) -> Table:
+    """Each device's peak, and what it consists of; columns that say next to nothing are left out."""
+    least = max(memory.peak for memory in planned) / 1000
+    columns = [c for c in Category if any(memory.by_category[c] > least for memory in planned)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    names = ["in flight" if c is Category.COMMUNICATION else c.value for c in columns]
+    for name in ("device", "memory", *(() if measured is None else ("measured",)), *names):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("at its peak after")
+    for i, (mine, memory) in enumerate(zip(plan.devices, planned, strict=True)):
+        table.add_row(
+            str(mine.device),
+            _size(memory.peak),
+            *(() if measured is None else (_size(measured[i].peak),)),
+            *(_size(memory.by_category[category]) for category in columns),
+            _place(plan, mine.instructions[memory.position]),
+        )
+    return table
+
+
+def _place(plan: Plan, instruction: Instruction) -> str:
+    """For people: which node an instruction belongs to."""
+    node = plan.dag.nodes.get(instruction.node)
+    return instruction.op if node is None else node.label
 
 
 def _size(nbytes: int) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from piper.devices.tensors import as_torch, torch_dtype
 from piper.errors import CommunicationError
 from piper.ids import DeviceId
-from piper.ops.base import CommunicatorId, Message, Tensor
+from piper.ops.base import CommunicatorId, Message, ReduceOp, Tensor
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a wait may last."""
@@ -260,16 +260,35 @@ class GlooCommunicator:
         handle = _Work(work, what, frame, lambda: layout.check(frame, number, what))
         return layout.payload(frame), handle
 
-    def all_reduce(self, flat: Tensor) -> _Work:
-        """Sum in place. Gloo reduces each part on one member and copies it to the others: same bits
+    def all_reduce(self, flat: Tensor, op: ReduceOp = ReduceOp.SUM) -> _Work:
+        """Combine in place. Gloo reduces each part on one member and copies it to the others: same bits
         everywhere.
         """
         target = as_torch(flat)
+        if op is ReduceOp.MAX:
+            return self._largest(target)
         plain = _summable(target)
         options = dist.AllreduceOptions()
         options.reduceOp = _operation(target.dtype)
         work = self._start(lambda: self._group.allreduce([plain], options))
         return self._reduced(work, "all_reduce", target, plain)
+
+    def _largest(self, target: torch.Tensor) -> _Work:
+        """The maximum, in place. Gloo may prefer a number to what is none: that is said apart."""
+        missing = target.isnan()
+        pair = torch.stack([target.masked_fill(missing, 0), missing.to(target.dtype)]).view(-1)
+        plain = _summable(pair)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        work = self._start(lambda: self._group.allreduce([plain], options))
+
+        def finish() -> None:
+            if plain.data_ptr() != pair.data_ptr():
+                pair.copy_(plain)
+            largest, found = pair.view(2, -1)
+            target.copy_(torch.where(found > 0, torch.nan, largest) if found.any() else largest)
+
+        return _Work(work, self._what("all_reduce"), (target, pair, plain), finish)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> _Work:
         """Concatenate, as bytes."""
@@ -337,7 +356,7 @@ class GlooCommunicator:
 
 
 def _summable(tensor: torch.Tensor) -> torch.Tensor:
-    """*tensor* in a type that gloo sums: itself or a view of it where possible."""
+    """*tensor* in a type that gloo reduces: itself or a view of it where possible."""
     if tensor.is_complex():
         return torch.view_as_real(tensor).view(-1)
     if tensor.dtype == torch.bool:

@@ -19,7 +19,7 @@ import torch
 from piper.devices.tensors import as_torch, torch_dtype
 from piper.errors import AbortedError, CommunicationError
 from piper.ids import DeviceId
-from piper.ops.base import CommunicatorId, Message, Tensor
+from piper.ops.base import CommunicatorId, Message, ReduceOp, Tensor
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a wait may last."""
@@ -251,14 +251,15 @@ class InMemoryCommunicator:
         sent.finish()
         posted.finish(deliver=partial(_copy, target, source))
 
-    def all_reduce(self, flat: Tensor) -> _Ticket:
-        """Sum in order of rank, in place."""
+    def all_reduce(self, flat: Tensor, op: ReduceOp = ReduceOp.SUM) -> _Ticket:
+        """Combine in order of rank, in place."""
         target = as_torch(flat)
+        into = _sum_into if op is ReduceOp.SUM else _max_into
 
         def combine(calls: Sequence[_Call]) -> None:
-            _sum_into(target, [call.parts[0] for call in calls])
+            into(target, [call.parts[0] for call in calls])
 
-        return self._collective("all_reduce", _describe(target), [target], combine)
+        return self._collective(f"all_reduce {op}", _describe(target), [target], combine)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> _Ticket:
         """Concatenate in order of rank."""
@@ -333,6 +334,12 @@ def _sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     target.copy_(parts[0])
     for part in parts[1:]:
         target.add_(part)
+
+
+def _max_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    target.copy_(parts[0])
+    for part in parts[1:]:
+        torch.maximum(target, part, out=target)
 
 
 def _describe(tensor: torch.Tensor) -> str:

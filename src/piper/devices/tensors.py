@@ -7,7 +7,7 @@ import torch
 
 from piper.dtypes import DType
 from piper.errors import PlanError
-from piper.ops.base import Tensor, shard_length
+from piper.ops.base import ReduceOp, Tensor, shard_length
 
 
 class TensorOperations:
@@ -62,6 +62,45 @@ class TensorOperations:
     def divide_(self, a: Tensor, divisor: int) -> None:
         """Divide *a*, in place."""
         as_torch(a).div_(divisor)
+
+    def divide(self, a: Tensor, divisor: Tensor) -> torch.Tensor:
+        """Quotient by a scalar, a new tensor of *a*'s type."""
+        dividend = as_torch(a)
+        return (dividend / as_torch(divisor)).to(dividend.dtype)
+
+    def zero_(self, a: Tensor) -> None:
+        """Overwrite *a* by zeros."""
+        as_torch(a).zero_()
+
+    def norm_part(
+        self, tensors: Sequence[Tensor], divisor: Tensor | None, op: ReduceOp
+    ) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`. Each tensor's own norm comes first, as in ``clip_grad_norm_``."""
+        order = 2.0 if op is ReduceOp.SUM else torch.inf
+        norms = [_vector_norm(t, order) for t in map(as_torch, tensors) if t.numel()]
+        if divisor is not None:
+            norms = [norm / as_torch(divisor).abs().double() for norm in norms]
+        return self.norm_sum([n.square() for n in norms] if op is ReduceOp.SUM else norms, op)
+
+    def norm_sum(self, parts: Sequence[Tensor], op: ReduceOp) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`."""
+        if not parts:
+            return torch.zeros((), dtype=torch.float64, device=self.torch_device)
+        stacked = torch.stack([as_torch(part) for part in parts])
+        return stacked.sum() if op is ReduceOp.SUM else stacked.amax()
+
+    def norm_root(self, part: Tensor, op: ReduceOp) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`."""
+        value = as_torch(part)
+        return value.sqrt() if op is ReduceOp.SUM else value.clone()
+
+
+def _vector_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm of all elements, as a float64 scalar; half precision is summed in single."""
+    short = tensor.dtype in (torch.float16, torch.bfloat16)
+    wide = tensor.float() if short else tensor
+    norm: torch.Tensor = torch.linalg.vector_norm(wide, order)
+    return norm.double()
 
 
 def _slices(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ import msgspec
 from piper.ids import COMPUTE, BodyId, DeviceId, NodeId, Stream, ValueId
 from piper.ir.body import Body, TensorSpec
 from piper.ops.base import Work
+from piper.ops.grad_norm import Norm, NormRoot
 
 DeviceGroup: TypeAlias = tuple[DeviceId, ...]
 Tags: TypeAlias = tuple[tuple[str, int], ...]
@@ -50,13 +51,15 @@ class Role(StrEnum):
     CONTRIBUTION = "contribution"  # one chunk's part of a parameter's gradient
     TOTAL = "total"  # a sum of contributions, or of loss weights
     GATHERED = "gathered"  # a whole parameter made of its shards for one use; named by it
+    KEPT = "kept"  # state: the gradient kept from earlier steps, or this device's slice of it; named by the parameter
+    NORM = "norm"  # a part of the gradients' norm, or the norm
 
 
-SOURCES = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.INPUT, Role.SEED})
+SOURCES = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.KEPT, Role.INPUT, Role.SEED})
 """Roles of values that no node produces."""
 
 
-STATE = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.SEED})
+STATE = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.KEPT, Role.SEED})
 """Roles of values that exist before the step and after it."""
 
 
@@ -79,7 +82,8 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, t
 
     ``tags`` is the region path, outermost first, followed by the split dimensions, for instance
     ``(("PP", 1), ("EP", 3), ("MB", 0))``. ``p2p_stream`` carries its values to other
-    groups (``None``: the default). ``replication`` is the index of the :class:`Replication` that claims it, or ``None``.
+    groups (``None``: the default). ``replication`` is the index of the :class:`Replication` that claims it, ``recompute`` the
+    number of the directive that lets its region's backward recompute the forward, or ``None``.
     """
 
     id: NodeId
@@ -93,6 +97,7 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, t
     p2p_stream: Stream | None = None
     replication: int | None = None
     derived: bool = False
+    recompute: int | None = None
 
     @property
     def label(self) -> str:
@@ -212,6 +217,23 @@ class Replication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffers: str | None = None
 
 
+class Clip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Clipping by the norm of all gradients together: they are scaled by ``min(1, max_norm / (norm + 1e-6))`` before the update.
+    ``max_norm`` is ``None`` where the norm is only reported.
+    """
+
+    norm: Norm
+    max_norm: float | None
+
+
+class GradientUse(StrEnum):
+    """What becomes of a step's gradients."""
+
+    UPDATE = "update"  # they update the parameters
+    KEEP = "keep"  # they are added to those that are kept
+    ADD = "add"  # those that are kept are added to them, and they update the parameters
+
+
 class SplitDim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A dimension made by ``Split``: its tag name and the number of pieces."""
 
@@ -228,7 +250,7 @@ class Dag:
     of the global batch. ``losses`` (and ``weights``, for a weighted loss) list one value per microbatch.
     ``contributions`` lists, per parameter, the gradient contributions of all core chunks. ``buffer_updates``
     gives the final value of each buffer that the forward writes. ``shards`` lists, for each sharded parameter, the device groups of which
-    member i holds slice i. ``directives`` is the history, as text.
+    member i holds slice i. ``clip`` and ``gradient_use`` say what is done with the gradients. ``directives`` is the history, as text.
     """
 
     nodes: Mapping[NodeId, Node]
@@ -251,6 +273,8 @@ class Dag:
     replications: tuple[Replication, ...] = ()
     shards: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
     directives: tuple[str, ...] = field(default=())
+    clip: Clip | None = None
+    gradient_use: GradientUse = GradientUse.UPDATE
 
     @cached_property
     def producers(self) -> Mapping[ValueId, NodeId]:
@@ -288,15 +312,19 @@ class Dag:
         readers: dict[tuple[Role, str], list[NodeId]] = {}
         for value in self.values.values():
             if (
-                value.role in (Role.PARAMETER, Role.SHARD, Role.BUFFER)
+                value.role in (Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.KEPT)
                 and value.id not in self.producers
             ):
                 mine = readers.setdefault((value.role, value.name), [])
                 mine.extend(self.consumers.get(value.id, ()))
+        writers: dict[tuple[Role, str], set[NodeId]] = {}
         for node in self.nodes.values():
             for role, name in node.work.overwrites():
-                found = readers.get((Role(role), name), [])
-                yield node.id, [reader for reader in found if reader != node.id]
+                writers.setdefault((Role(role), name), set()).add(node.id)
+        # Nodes that both read and overwrite it do so on different devices, each its own copy.
+        for state, nodes in writers.items():
+            others = [reader for reader in readers.get(state, ()) if reader not in nodes]
+            yield from ((node, others) for node in nodes)
 
     @cached_property
     def successors(self) -> Mapping[NodeId, tuple[NodeId, ...]]:
@@ -306,6 +334,14 @@ class Dag:
             for predecessor in before:
                 after[predecessor].append(node)
         return {n: tuple(s) for n, s in after.items()}
+
+    @cached_property
+    def grad_norm(self) -> tuple[ValueId, DeviceId] | None:
+        """The norm of all gradients, and the device that reports it; ``None`` where none is asked for."""
+        for chunk in self.chunks():
+            if isinstance(chunk.work, NormRoot):
+                return chunk.outputs[0], chunk.participants[0]
+        return None
 
     @property
     def num_microbatches(self) -> int:

@@ -15,7 +15,9 @@ from piper.ir.core import core_chunks, core_values
 from piper.ir.dag import (
     SOURCES,
     Chunk,
+    Clip,
     Dag,
+    GradientUse,
     Node,
     OrderEdge,
     Replication,
@@ -45,6 +47,11 @@ def add_replication(dag: Dag, replication: Replication, changed: Mapping[NodeId,
     """Record a replication and exchange the chunks that it claims."""
     nodes: dict[NodeId, Node] = {**dag.nodes, **changed}
     return Edit(replace(dag, nodes=nodes, replications=(*dag.replications, replication)), {})
+
+
+def use_gradients(dag: Dag, use: GradientUse, clip: Clip | None) -> Edit:
+    """Say what becomes of the gradients; no core node changes."""
+    return Edit(replace(dag, gradient_use=use, clip=clip), {})
 
 
 def add_order(dag: Dag, edges: Sequence[OrderEdge]) -> Edit:

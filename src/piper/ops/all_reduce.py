@@ -1,4 +1,4 @@
-"""Sum tensors over the members of a group."""
+"""Sum tensors over the members of a group, or combine them otherwise."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -8,6 +8,7 @@ from piper.ops.base import (
     Device,
     Handle,
     Instruction,
+    ReduceOp,
     Site,
     Tensor,
     Work,
@@ -19,12 +20,13 @@ from piper.ops.bucket import BucketCollective, Collect
 
 @work
 class AllReduce(Work, frozen=True):
-    """Output i is the sum over the group of the members' i-th input (the mean, if ``average``).
+    """Output i is the sum over the group of the members' i-th input (the mean, if ``average``), or what else ``reduce`` says.
 
     All of one element type.
     """
 
     average: bool = False
+    reduce: ReduceOp = ReduceOp.SUM
 
     def lower(self, site: Site) -> Instruction:
         return AllReduceBucket(
@@ -37,14 +39,16 @@ class AllReduce(Work, frozen=True):
             outputs=site.outputs,
             messages=site.messages,
             average=self.average,
+            reduce=self.reduce,
         )
 
 
 @instruction
 class AllReduceBucket(BucketCollective, frozen=True, kw_only=True):
-    """Sum a bucket over the members; divide by their number if ``average``."""
+    """Combine a bucket over the members; divide by their number if ``average``."""
 
     average: bool = False
+    reduce: ReduceOp = ReduceOp.SUM
 
     role: ClassVar[str] = "all_reduce"
 
@@ -59,4 +63,4 @@ class AllReduceBucket(BucketCollective, frozen=True, kw_only=True):
                 device.divide_(flat, len(self.members))
             return device.unflatten(flat, shapes)
 
-        return communicator.all_reduce(flat), collect
+        return communicator.all_reduce(flat, self.reduce), collect

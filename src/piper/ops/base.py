@@ -13,6 +13,7 @@ This layer is free of torch: a tensor is an opaque :class:`Tensor`.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -24,6 +25,13 @@ from piper.registry import Registry, snake_case
 
 CommunicatorId: TypeAlias = str
 """Name of a communicator: its purpose and members, for instance ``p2p:0>1``."""
+
+
+class ReduceOp(StrEnum):
+    """How a reduction combines what its members give, element by element."""
+
+    SUM = "sum"
+    MAX = "max"  # of which one is not a number, that
 
 
 class Tensor(Protocol):
@@ -75,8 +83,8 @@ class Communicator(Protocol):
     def receive(self, message: Message, peer: int) -> tuple[Tensor, Handle]:
         """Post a receive; the tensor has its contents once the handle completes."""
 
-    def all_reduce(self, flat: Tensor) -> Handle:
-        """Sum over members, in place; every member gets the same bits."""
+    def all_reduce(self, flat: Tensor, op: ReduceOp = ReduceOp.SUM) -> Handle:
+        """Combine over members, in place; every member gets the same bits."""
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Handle:
         """Concatenate the members' equal flat shards into flat ``out``."""
@@ -144,6 +152,23 @@ class Device(Protocol):
     def add_(self, a: Tensor, b: Tensor) -> None:
         """Compute ``a += b``, in place."""
 
+    def divide(self, a: Tensor, divisor: Tensor) -> Tensor:
+        """A new tensor a / divisor of a's type; *divisor* is a scalar."""
+
+    def zero_(self, a: Tensor) -> None:
+        """Overwrite *a* by zeros."""
+
+    def norm_part(self, tensors: Sequence[Tensor], divisor: Tensor | None, op: ReduceOp) -> Tensor:
+        """A new float64 scalar: the sum of the squares of all elements, or the largest magnitude; each element is first divided
+        by the scalar *divisor*, if given. 0 of no elements.
+        """
+
+    def norm_sum(self, parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
+        """A new float64 scalar: the sum, or the largest, of *parts* of a norm. 0 of none."""
+
+    def norm_root(self, part: Tensor, op: ReduceOp) -> Tensor:
+        """A new float64 scalar: the norm of which *part* is the only part."""
+
     def on_stream(
         self,
         stream: Stream,
@@ -176,8 +201,15 @@ class Device(Protocol):
 class State(Protocol):
     """The parameters, buffers and optimizer of one device."""
 
-    def update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
-        """Give the named parameters their gradients (each divided by the scalar *scale* if given) and let the optimizer update them.
+    def update(
+        self,
+        gradients: Mapping[str, Tensor],
+        scale: Tensor | None,
+        norm: Tensor | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        """Give the named parameters their gradients (each divided by the scalar *scale* if given, then clipped to *max_norm* if
+        given, *norm* being that of all parameters' gradients) and let the optimizer update them.
         Parameters that are not named are left alone.
         """
 
@@ -195,7 +227,7 @@ class StepContext(Protocol):
         """The rows of global microbatch number *microbatch* of batch leaf *index*, on the device."""
 
     def report(self, name: str, microbatch: int, value: Tensor) -> None:
-        """Hand a scalar (a microbatch's loss or loss weight) to the driver. *microbatch* is the global number."""
+        """Hand a scalar (a microbatch's loss or loss weight, the gradient's norm) to the driver. *microbatch* is the global number."""
 
 
 class Runtime(Protocol):
@@ -229,7 +261,7 @@ class Work(
         return str(self.__struct_config__.tag)
 
     def overwrites(self) -> tuple[tuple[str, str], ...]:
-        """Model state that the node changes: pairs of ``parameter`` or ``buffer`` and the name."""
+        """Model state that the node changes: pairs of a value's role (``parameter``, ``shard``, ``buffer``, ``kept``) and name."""
         return ()
 
     @property
@@ -256,8 +288,16 @@ class Work(
         return stream
 
     def lower(self, site: "Site") -> "Instruction":
-        """The one instruction that the member at *site* executes for a communication."""
+        """The one instruction that the member at *site* executes for a communication, or a device for :class:`LocalWork`."""
         raise NotImplementedError
+
+
+class LocalWork(Work, frozen=True):
+    """Work of a derived chunk that is one instruction on each of its devices.
+
+    Its site has no communicator; the inputs are those that live on the device, the outputs the chunk's own and then the state that it
+    overwrites.
+    """
 
 
 def shard_length(shape: tuple[int, ...], count: int) -> int:
@@ -266,9 +306,9 @@ def shard_length(shape: tuple[int, ...], count: int) -> int:
 
 
 class Site(msgspec.Struct, frozen=True, gc=False):
-    """One member of one group of a communication node, as the planner sees it.
+    """One member of one group of a communication node, or one device of a chunk, as the planner sees it.
 
-    ``inputs`` and ``outputs`` are the slots of the values that this member contributes and receives, with their messages.
+    ``inputs`` and ``outputs`` are the slots of the values that this member contributes and receives; ``messages`` are the outputs'.
     """
 
     node: NodeId

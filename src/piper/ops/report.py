@@ -1,4 +1,4 @@
-"""Hand a microbatch's loss, or its weight, to the driver."""
+"""Hand a microbatch's loss, or its weight, or the gradient's norm to the driver."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,9 @@ from piper.ops.base import Handle, Instruction, Runtime, instruction
 
 @instruction
 class Report(Instruction, frozen=True, kw_only=True):
-    """Report the scalar in ``slot`` as ``name`` (``loss`` or ``weight``) of global microbatch ``microbatch``."""
+    """Report the scalar in ``slot`` as ``name`` (``loss`` or ``weight``) of global microbatch ``microbatch``, or as ``grad_norm`` of
+    the step (``microbatch`` 0).
+    """
 
     name: str
     slot: Slot

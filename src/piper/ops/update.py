@@ -8,12 +8,15 @@ from piper.ops.base import Handle, Instruction, Runtime, Tensor, Work, instructi
 
 @work
 class Update(Work, frozen=True):
-    """Inputs: one gradient per name of ``parameters``; then, if ``scaled``, the scalar that all are divided by; then, if ``sharded``, the device's
-    slice of each parameter, which is what is updated. Outputs: the updated slices, if ``sharded``."""
+    """Inputs: one gradient per name of ``parameters``; then, if ``scaled``, the scalar that all are divided by; then, if there is a
+    ``max_norm`` to which they are clipped, the norm of all parameters' gradients; then, if ``sharded``, the device's slice of each parameter,
+    which is what is updated. Outputs: the updated slices, if ``sharded``.
+    """
 
     parameters: tuple[str, ...]
     scaled: bool = False
     sharded: bool = False
+    max_norm: float | None = None
 
     def overwrites(self) -> tuple[tuple[str, str], ...]:
         return tuple(("shard" if self.sharded else "parameter", name) for name in self.parameters)
@@ -21,15 +24,22 @@ class Update(Work, frozen=True):
 
 @instruction
 class OptimizerStep(Instruction, frozen=True, kw_only=True):
-    """Update the named parameters (whose slots are ``parameters``) from ``gradients``, each divided by ``scale``."""
+    """Update the named parameters (whose slots are ``parameters``) from ``gradients``, each divided by ``scale`` and then clipped to
+    ``max_norm``, ``grad_norm`` being that of all.
+    """
 
     names: tuple[str, ...]
     parameters: tuple[Slot, ...]
     gradients: tuple[Slot, ...]
     scale: Slot | None = None
+    grad_norm: Slot | None = None
+    max_norm: float | None = None
 
     def reads(self) -> tuple[Slot, ...]:
-        return self.gradients if self.scale is None else (*self.gradients, self.scale)
+        return (
+            *self.gradients,
+            *(slot for slot in (self.scale, self.grad_norm) if slot is not None),
+        )
 
     def writes(self) -> tuple[Slot, ...]:
         return self.parameters
@@ -37,7 +47,7 @@ class OptimizerStep(Instruction, frozen=True, kw_only=True):
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
         slots, state = runtime.slots, runtime.state
         pairs = tuple(zip(self.names, self.gradients, strict=True))
-        scale = self.scale
+        scale, norm, max_norm = self.scale, self.grad_norm, self.max_norm
 
         def run() -> None:
             gradients: dict[str, Tensor] = {}
@@ -45,9 +55,13 @@ class OptimizerStep(Instruction, frozen=True, kw_only=True):
                 gradient = slots[slot]
                 assert gradient is not None
                 gradients[name] = gradient
-            state.update(gradients, None if scale is None else slots[scale])
+            divisor = None if scale is None else slots[scale]
+            state.update(gradients, divisor, None if norm is None else slots[norm], max_norm)
 
         return run
 
     def describe(self) -> str:
-        return f"optimizer_step {', '.join(self.names)}"
+        clipped = (
+            "" if self.grad_norm is None else f", norm %{self.grad_norm} clipped to {self.max_norm}"
+        )
+        return f"optimizer_step {', '.join(self.names)}{clipped}"

@@ -19,8 +19,10 @@ from piper.ir.dag import (
     BatchLeaf,
     Buffer,
     Chunk,
+    Clip,
     Comm,
     Dag,
+    GradientUse,
     LossKind,
     OrderEdge,
     Parameter,
@@ -77,6 +79,8 @@ class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replications: tuple[Replication, ...]
     shards: dict[str, tuple[tuple[DeviceId, ...], ...]]
     directives: tuple[str, ...]
+    clip: Clip | None
+    gradient_use: GradientUse
 
 
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

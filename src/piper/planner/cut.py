@@ -4,7 +4,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from piper.ids import COMPUTE, DeviceId, NodeId, Slot, ValueId
 from piper.ir.dag import STATE, Chunk, Comm, Dag, LossKind, Role
-from piper.ops.base import CommunicatorId, Message, Site
+from piper.ops.base import CommunicatorId, LocalWork, Message, Site, Work
 from piper.ops.compute import Call, Compute
 from piper.ops.load_input import LoadInput
 from piper.ops.report import Report
@@ -50,6 +50,7 @@ class Cutter:
         self.sums = [PartialSums(p, totals, dag.values, self.messages) for p in self.programs]
         self.receives = [Early(receive_bytes) for _ in range(num_devices)]
         self.gathers = [Early(gather_bytes) for _ in range(num_devices)]
+        self.gathered: set[tuple[DeviceId, NodeId]] = set()  # needed by some chunk so far
         self._expect()
 
     def cut(self) -> tuple[tuple[DevicePlan, ...], tuple[CommunicatorInfo, ...]]:
@@ -80,6 +81,8 @@ class Cutter:
                     self._update(chunk, chunk.work, device)
                 case StoreBuffer():
                     self._store(chunk, chunk.work, program)
+                case LocalWork():
+                    self._local(chunk, chunk.work, position, program)
                 case _:
                     self.sums[device].finish(chunk)
 
@@ -107,7 +110,7 @@ class Cutter:
         """The slot of what a chunk reads, brought here if it is not here yet."""
         program, info = self.programs[device], self.dag.values[value]
         if info.role is Role.GATHERED:
-            self.gathers[device].require(self.dag.producers[value], program)
+            self._need_gathered(self.dag.producers[value], device)
         if info.role in STATE:
             return self._state(value, device)
         if info.role is Role.INPUT and not program.has(value):
@@ -122,6 +125,16 @@ class Cutter:
             )
             program.emit(load)
         return program.slot(value)
+
+    def _need_gathered(self, gather: NodeId, device: DeviceId) -> None:
+        """Start *gather* unless it has started; give up what nothing here reads of it once it is there (a backward reads
+        no biases, but they are gathered with the rest of their bucket).
+        """
+        program = self.programs[device]
+        self.gathers[device].require(gather, program)
+        if (device, gather) not in self.gathered:
+            self.gathered.add((device, gather))
+            program.drop_unread([program.slot(v) for v in self.dag.nodes[gather].outputs])
 
     def _state(self, value: ValueId, device: DeviceId) -> Slot:
         """The slot of a state value."""
@@ -160,6 +173,7 @@ class Cutter:
             if program.has(v) and self.dag.values[v].role is not Role.SHARD
         )
         count = len(work.parameters)
+        scalars = iter(read[count:])
         program.emit(
             OptimizerStep(
                 node=chunk.id,
@@ -167,7 +181,9 @@ class Cutter:
                 names=work.parameters,
                 parameters=parameters,
                 gradients=read[:count],
-                scale=read[count] if work.scaled else None,
+                scale=next(scalars) if work.scaled else None,
+                grad_norm=next(scalars) if work.max_norm is not None else None,
+                max_norm=work.max_norm,
             ),
             consume=read,
         )
@@ -181,6 +197,43 @@ class Cutter:
         program.emit(
             WriteBuffer(node=chunk.id, stream=COMPUTE, name=work.name, buffer=buffer, value=slot),
             consume=(slot,),
+        )
+
+    def _local(self, chunk: Chunk, work: LocalWork, position: int, program: Program) -> None:
+        inputs = self._present(chunk.inputs, program)
+        made = [program.allocate(self.dag.values[v], self.messages[v]) for v in chunk.outputs]
+        site = Site(
+            node=chunk.id,
+            stream=chunk.stream,
+            record=None,
+            communicator="",
+            group=chunk.participants,
+            position=position,
+            inputs=inputs,
+            outputs=(*made, *self._stored(work, program.device)),
+            messages=tuple(self.messages[v] for v in chunk.outputs),
+        )
+        program.emit(work.lower(site), consume=inputs)
+        program.drop_unread(made)
+        for value, slot in zip(chunk.outputs, made, strict=True):
+            if (value, program.device) == self.dag.grad_norm:
+                report = Report(
+                    node=chunk.id, stream=COMPUTE, name="grad_norm", slot=slot, microbatch=0
+                )
+                program.emit(report, consume=(slot,))
+
+    def _stored(self, work: Work, device: DeviceId) -> tuple[Slot, ...]:
+        """The slots of the state that a node overwrites."""
+        names = work.overwrites()
+        return tuple(self._state(self.state_values[Role(r), n], device) for r, n in names)
+
+    def _present(self, values: Sequence[ValueId], program: Program) -> tuple[Slot, ...]:
+        """The slots of those values that are on the device; state is."""
+        producers = self.dag.producers
+        return tuple(
+            self._state(v, program.device) if v not in producers else program.slot(v)
+            for v in values
+            if v not in producers or program.has(v)
         )
 
     # --- communication ----------------------------------------------------------------------------
@@ -233,6 +286,7 @@ class Cutter:
     ) -> Site:
         device = group[position]
         stored = [self.state_values[Role(r), name] for r, name in comm.work.overwrites()]
+        consumed = comm.inputs if comm.work.consumes(position) else ()
         made = comm.outputs if comm.work.delivers(position) else ()
         name = comm.work.communicator(comm.stream, group)
         self.communicators.setdefault(name, CommunicatorInfo(name, group))
@@ -243,23 +297,12 @@ class Cutter:
             communicator=name,
             group=group,
             position=position,
-            inputs=self._contributed(comm, position, device),
+            inputs=self._present(consumed, program),
             outputs=(
                 *(program.allocate(self.dag.values[v], self.messages[v]) for v in made),
-                *(self._state(v, device) for v in stored),
+                *self._stored(comm.work, device),
             ),
             messages=tuple(self.messages[v] for v in (*comm.outputs, *stored)),
-        )
-
-    def _contributed(self, comm: Comm, position: int, device: DeviceId) -> tuple[Slot, ...]:
-        """The slots of those inputs that live on this member."""
-        if not comm.work.consumes(position):
-            return ()
-        program, producers = self.programs[device], self.dag.producers
-        return tuple(
-            self._state(v, device) if v not in producers else program.slot(v)
-            for v in comm.inputs
-            if v not in producers or program.has(v)
         )
 
 
@@ -289,4 +332,7 @@ def _uses(dag: Dag, reports: Container[ValueId], num_devices: int) -> list[dict[
             for position, device in enumerate(group):
                 if node.work.consumes(position):
                     _count(uses[device], node.inputs)
+    if dag.grad_norm is not None:
+        norm, device = dag.grad_norm
+        _count(uses[device], [norm])
     return uses

@@ -196,6 +196,8 @@ def _initial(
         return constants[info.name].to(device.torch_device)
     if info.role is Role.SHARD:
         return state.shard(info.name)
+    if info.role is Role.KEPT:
+        return state.kept(info.name, info.message.shape, torch_dtype(info.message.dtype))
     if info.role is not Role.SEED:
         return state.tensor(info.name)
     return torch.full(

@@ -119,6 +119,8 @@ class ModelState:
     ) -> None:
         self._device = device
         self._slices = dict(slices or {})
+        self._kept: dict[str, torch.Tensor] = {}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         self.parameters: dict[str, torch.nn.Parameter] = {
             name: _own(name, tensor, model[name], device)
             for name, tensor in parameters.items()
@@ -155,9 +157,15 @@ class ModelState:
         for group, rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
 
-    def update(self, gradients: Mapping[str, torch.Tensor], scale: torch.Tensor | None) -> None:
+    def update(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        scale: torch.Tensor | None,
+        norm: torch.Tensor | None = None,
+        max_norm: float | None = None,
+    ) -> None:
         """Let the optimizer update the named parameters from their gradients, each divided by
-        *scale*.
+        *scale* and, given the *norm* of all parameters' gradients, clipped to *max_norm*.
 
         Parameters that are not named keep their value and their optimizer state, as in PyTorch.
         """
@@ -166,11 +174,15 @@ class ModelState:
                 "the plan updates parameters, but the trainer has no optimizer; pass optimizer="
             )
         parameters = self._trained
+        clip = None if norm is None or max_norm is None else _clip_factor(norm, max_norm)
         try:
             for name, gradient in gradients.items():
+                parameter = parameters[name]
                 if name in self._slices:
-                    gradient = gradient[: parameters[name].numel()]  # noqa: PLW2901 (without padding)
-                parameters[name].grad = gradient if scale is None else gradient / scale
+                    gradient = gradient[: parameter.numel()]  # noqa: PLW2901 (without padding)
+                final = gradient if scale is None else gradient / scale
+                final = final if clip is None else final * clip.to(final.dtype)
+                parameter.grad = _laid_out_like(parameter, final)
             if self._observe is not None:
                 shown = {name: _gradient(parameters[name]) for name in gradients}
                 self._observe(shown, self._slices)
@@ -209,6 +221,18 @@ class ModelState:
             )
         return found
 
+    def kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What is kept of the gradient of a parameter, or of its slice, whose gradient has this shape and type; at first zeros."""
+        found = self._kept.get(name)
+        if found is None:
+            found = self._kept[name] = torch.zeros(shape, dtype=dtype, device=self._device)
+        if (tuple(found.shape), found.dtype) != (shape, dtype):
+            raise StateError(
+                f"the kept gradient of {name!r} is {found.dtype}{list(found.shape)}, this plan's is {dtype}{list(shape)}; keep "
+                "gradients under one plan for every parameter"
+            )
+        return found
+
     def snapshot(
         self, names: Iterable[str], *, optimizer: bool, everything: bool = False
     ) -> StateSnapshot:
@@ -235,8 +259,10 @@ class ModelState:
 
     def restore(self, snapshot: StateSnapshot) -> None:
         """Overwrite what this device holds with the entries of *snapshot*; other entries are
-        ignored.
+        ignored. Kept gradients, which belong to what is overwritten, are dropped.
         """
+        for kept in self._kept.values():
+            kept.zero_()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if name in snapshot.parameters:
@@ -252,18 +278,7 @@ class ModelState:
 
     def _build(self, model: Mapping[str, Parameter], spec: OptimizerSpec) -> Optimizer | None:
         trained = {n: p for n, p in self._trained.items() if p.requires_grad}
-        groups = group_parameters(model, spec.param_groups)
-        if not trained:
-            return None
-        argument: ParamsArgument = cast("list[torch.Tensor]", list(trained.values()))
-        if spec.param_groups is not None:
-            argument = [
-                {**options, "params": [trained[n] for n in names if n in trained]}
-                for names, options in groups
-            ]
-        optimizer = spec.build(argument)
-        _check_optimizer(optimizer)
-        return optimizer
+        return build_optimizer(spec, model, trained) if trained else None
 
     def _rates(self) -> list[float]:
         if self._optimizer is None or self._schedule is None:
@@ -307,9 +322,9 @@ class ModelState:
     def _part(self, name: str, key: str, value: object) -> object:
         """What this device holds of an entry of the optimizer's state."""
         part = self._slices.get(name)
-        if part is None or key == STEP or not isinstance(value, torch.Tensor):
+        if part is None or not isinstance(value, torch.Tensor):
             return value
-        return part.of(value)
+        return part.of(value) if per_element(key, value, self._shapes[name]) else value
 
     def _placed(self, key: str, value: object) -> object:
         if not isinstance(value, torch.Tensor):
@@ -319,7 +334,17 @@ class ModelState:
 
 
 STEP = "step"
-"""The optimizer's counter: the one entry of a parameter's optimizer state that is not shaped like the parameter."""
+"""The optimizer's counter."""
+
+SCALARS = frozenset({STEP, "eta", "mu", "mu_product"})
+"""What torch's optimizers keep once per parameter; their shape does not tell for a parameter of no dimensions."""
+
+
+def per_element(key: str, value: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether an entry of the optimizer's state has an element for each one of the parameter, or slice, of *shape*, so that it is
+    cut where that is.
+    """
+    return tuple(value.shape) == tuple(shape) and key not in SCALARS
 
 
 def merge_slices(parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
@@ -332,6 +357,27 @@ def _padded_slice(tensor: torch.Tensor, part: Slice, device: torch.device) -> to
     padded = torch.zeros(part.length(tuple(tensor.shape)), dtype=tensor.dtype, device=device)
     padded[: mine.numel()].copy_(mine)
     return padded
+
+
+def build_optimizer(
+    spec: OptimizerSpec,
+    model: Mapping[str, Parameter],
+    trained: Mapping[str, torch.nn.Parameter],
+) -> Optimizer:
+    """The optimizer over *trained*, which are (slices of) some of the parameters that *model* describes, in their groups.
+
+    Raises :class:`ConfigError` for an optimizer that cannot serve, and what :func:`group_parameters` raises.
+    """
+    groups = group_parameters(model, spec.param_groups)
+    argument: ParamsArgument = cast("list[torch.Tensor]", list(trained.values()))
+    if spec.param_groups is not None:
+        argument = [
+            {**options, "params": [trained[n] for n in names if n in trained]}
+            for names, options in groups
+        ]
+    optimizer = spec.build(argument)
+    _check_optimizer(optimizer)
+    return optimizer
 
 
 def group_parameters(
@@ -476,6 +522,18 @@ def from_user_names(
                 f"{name!r} and {canonical!r} are one tied tensor of the model, but have different values here"
             )
     return found
+
+
+def _clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """As in ``torch.nn.utils.clip_grad_norm_``."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """*gradient* with the strides of *parameter*, as autograd makes them: fused optimizers read both in memory order."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

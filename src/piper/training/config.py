@@ -30,6 +30,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=1)]
 Index: TypeAlias = Annotated[int, Meta(ge=0)]
 Positive: TypeAlias = Annotated[float, Meta(gt=0)]
 NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
+ZeroLevel: TypeAlias = Annotated[int, Meta(ge=0, le=3)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
 ParamGroups: TypeAlias = Iterable[torch.Tensor] | Iterable[dict[str, object]]
 
@@ -73,13 +74,15 @@ class StrategySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     *groups*: one list of devices per pipeline rank, the devices of a list being replicas of each
     other. *num_virtual_stages* counts stages per group, for the schedules that have more than one.
-    *bucket_size* in MiB; without it a bucket per region.
+    *zero* is what the devices of a list shard: nothing (0, the default), optimizer state (1),
+    gradients too (2), parameters too (3). *bucket_size* in MiB; without it a bucket per region.
     """
 
     schedule: str | None = None
     groups: tuple[tuple[Index, ...], ...] | None = None
     num_microbatches: Count | None = None
     num_virtual_stages: Count | None = None
+    zero: ZeroLevel | None = None
     bucket_size: Positive | None = None
     file: str | None = None
 
@@ -99,6 +102,7 @@ class StrategySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             self.groups,
             self.num_microbatches,
             num_virtual_stages=self.num_virtual_stages or 1,
+            zero=self.zero or 0,
             bucket_size=self.bucket_size,
         )
 
@@ -181,7 +185,8 @@ OPTIMIZER_NAMES = ("adamw", "adam", "sgd")
 class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[train]``: *batch_size* sequences over all replicas, *seq_len* bytes each.
 
-    The learning rate grows linearly over the first *warmup_steps* steps. The held-out loss is taken
+    The learning rate grows linearly over the first *warmup_steps* steps. Gradients whose norm (over
+    all parameters) is above *max_grad_norm* are scaled down to it. The held-out loss is taken
     every *eval_every* steps over *eval_batches* batches. The run ends after *steps* steps or
     *max_minutes* minutes, whichever comes first; then one process repeats the first *reference_steps*
     of its steps, for comparison. *address* is that of a running Ray cluster; without it Ray is started
@@ -192,6 +197,7 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_size: Count = 16
     seq_len: Count = 128
     warmup_steps: Index = 0
+    max_grad_norm: Positive | None = None
     eval_every: Count = 100
     eval_batches: Count = 16
     reference_steps: Index = 100
@@ -439,6 +445,7 @@ def _check_strategy(path: Path, strategy: StrategySection) -> None:
         "groups": strategy.groups,
         "num_microbatches": strategy.num_microbatches,
         "num_virtual_stages": strategy.num_virtual_stages,
+        "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,
     }
     given = [name for name, value in companions.items() if value is not None]

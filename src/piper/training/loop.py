@@ -119,6 +119,7 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
             lr_schedule=config.train.warmup(),
             backend=config.train.make_backend(),
             seed=config.train.seed,
+            max_grad_norm=config.train.max_grad_norm,
         )
         with trainer, Interrupts() as interrupts:
             files.write_strategy(directives, trainer.program.plan)
@@ -239,6 +240,7 @@ class _Run:
                 loss=result.loss,
                 seconds=result.seconds,
                 tokens_per_second=result.tokens_per_second,
+                grad_norm=result.grad_norm,
             )
             self.metrics.write(record)
             self.trained.append(record)

@@ -12,13 +12,18 @@ from rich.text import Text
 from piper.errors import ConfigError
 
 
-class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag="train", tag_field="kind"):
-    """One optimizer step: *loss* in nats per token, *seconds* of wall time for this step."""
+class TrainRecord(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="train", tag_field="kind"
+):
+    """One optimizer step: *loss* in nats per token, *seconds* of wall time for this step, *grad_norm* before clipping if
+    gradients are clipped.
+    """
 
     step: int
     loss: float
     seconds: float
     tokens_per_second: float
+    grad_norm: float | None = None
 
 
 class HeldOutRecord(msgspec.Struct, frozen=True, kw_only=True, tag="held_out", tag_field="kind"):

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from piper.models.transformer import transformer_loss
 from piper.training.config import RunConfig
 from piper.training.model import make_model
@@ -20,5 +22,7 @@ def reference_losses(config: RunConfig, steps: int) -> Iterator[float]:
         loss = transformer_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        if config.train.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
         optimizer.step()
         yield loss.item()

@@ -1,4 +1,5 @@
-"""Every gradient contribution is summed exactly once before the update that uses it; every copy is updated once.
+"""Every gradient contribution is summed exactly once before the update that uses it, every copy is updated once, and the
+norm that gradients are clipped by counts each gradient once.
 
 The plan is executed with symbols for numbers. A contribution is (the DAG value, the device that made it). A sum is
 the multiset of its contributions, written as one integer with eight bits per contribution: adding sums adds
@@ -7,41 +8,27 @@ if their gradients were added up in the same way.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
-from piper.ids import Slot, ValueId
-from piper.ir.dag import Dag, LossKind, Role
+from piper.ids import DeviceId, Slot, ValueId
+from piper.ir.dag import Dag, GradientUse, LossKind, Role
 from piper.ops.accumulate import Accumulate
 from piper.ops.all_reduce import AllReduceBucket
+from piper.ops.base import Instruction, ReduceOp
+from piper.ops.grad_norm import CombineParts, FinishNorm, MeasureGradients
+from piper.ops.keep import AddKeptGradients, KeepGradients
 from piper.ops.update import OptimizerStep
 from piper.verify.deadlock import Place
 from piper.verify.fidelity import delivered_to
+from piper.verify.norms import Norms
+from piper.verify.symbolic import WHOLE, Total
 from piper.verify.trace import Problem, Subject, describe_value
 
 CHECK = "contributions"
 
-WHOLE = -1
-"""The slice number of a sum that was not cut into slices."""
-
 _WEIGHT = ""
 """What the sum of loss weights is a sum for; no parameter has this name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up, and which
-    slice of it is meant (``WHOLE``: all of it)."""
-
-    name: str
-    counts: int
-    history: int
-    shard: int = WHOLE
-
-    def plus(self, other: "Total") -> "Total":
-        """The sum of two; addition of two numbers commutes bitwise."""
-        one, two = sorted((self.history, other.history))
-        return Total(self.name, self.counts + other.counts, hash((one, two)), self.shard)
 
 
 def check_contributions(
@@ -102,7 +89,7 @@ class _Symbolic:
             str, dict[int, tuple[int, int, int]]
         ] = {}  # name → device → position, history, slice
         self.refreshed: dict[str, set[int]] = {}  # name → devices whose whole copy was remade
-        self.scales: dict[int, int] = {}  # history → position, of any device
+        self.norms = Norms(subject, self.totals, self.origins.full)
 
     def run(self, completed: Sequence[tuple[Place, ...]]) -> Iterator[str]:
         digits = self.origins.digits
@@ -110,6 +97,11 @@ class _Symbolic:
         kinds: Mapping[type, Callable[[int, int], Iterator[str]]] = {
             Accumulate: self.accumulate,
             OptimizerStep: self.update,
+            KeepGradients: self.keep,
+            AddKeptGradients: self.keep,
+            MeasureGradients: self.measure,
+            CombineParts: self.norms.combine,
+            FinishNorm: self.norms.finish,
         }
         for places in completed:
             device, i = places[0]
@@ -149,6 +141,9 @@ class _Symbolic:
         meeting = self.subject.traces[device].meetings[first]
         assert meeting is not None
         at = dict(places)
+        if self.norms.concerned(places):
+            yield from self.norms.meet(places)
+            return
         given = [
             [
                 self.totals[member].get(slot)
@@ -163,7 +158,7 @@ class _Symbolic:
             return
         instruction = self.subject.traces[device].instructions[first]
         kind = _MEETINGS.get(meeting.role)
-        if kind is None or (isinstance(instruction, AllReduceBucket) and instruction.average):
+        if kind is None or not _is_sum(instruction):
             yield f"{self.subject.at(device, first)}: does not pass on sums of contributions"
             return
         results = kind(given)
@@ -196,17 +191,11 @@ class _Symbolic:
         instruction = subject.traces[device].instructions[i]
         assert isinstance(instruction, OptimizerStep)
         here = subject.at(device, i)
-        scale_history = 0
-        if (instruction.scale is not None) != (subject.dag.loss_kind is LossKind.WEIGHTED):
-            yield (
-                f"{here}: gradients must be divided by the total loss weight exactly when "
-                f"the loss is weighted; this loss is {subject.dag.loss_kind.value}"
-            )
-        elif instruction.scale is not None:
-            scale = self.totals[device].get(instruction.scale)
-            if scale is None or scale.name != _WEIGHT or scale.counts != full[_WEIGHT]:
-                yield self.wrong(here, device, instruction.scale, _WEIGHT, scale)
-            scale_history = scale.history if scale is not None else 0
+        if subject.dag.gradient_use is GradientUse.KEEP:
+            yield f"{here}: nothing is updated in a step that keeps its gradients"
+        yield from self.divided(device, i, instruction.gradients, instruction.scale)
+        yield from self.norms.clips(device, i, instruction)
+        used = tuple(s for s in (instruction.scale, instruction.grad_norm) if s is not None)
         for name, parameter, slot in zip(
             instruction.names, instruction.parameters, instruction.gradients, strict=True
         ):
@@ -218,10 +207,92 @@ class _Symbolic:
             shard = WHOLE if info.shard is None else info.shard[0]
             if total.shard != shard:
                 yield f"{here}: slice {shard} of {name!r} is updated from slice {total.shard} of its gradient"
-            copies = self.updated.setdefault(name, {})
-            if device in copies:
-                yield f"{here}: parameter {name!r} was updated already by #{copies[device][0]}"
-            copies[device] = (i, hash((total.history, scale_history)), shard)
+            yield from self.used(device, i, name, total, used)
+
+    def used(
+        self, device: int, i: int, name: str, total: Total, scalars: Sequence[Slot]
+    ) -> Iterator[str]:
+        """Note that a gradient is used, for an update or to be kept, together with *scalars*."""
+        done = self.updated.setdefault(name, {})
+        if device in done:
+            what = "kept" if self.subject.dag.gradient_use is GradientUse.KEEP else "updated"
+            yield f"{self.subject.at(device, i)}: parameter {name!r} was {what} already by #{done[device][0]}"
+        totals, norms = self.totals[device], self.norms.at(device)
+        found = [totals.get(s) or norms.get(s) for s in scalars]
+        ways = tuple(v.history for v in found if v is not None)
+        done[device] = (i, hash((total.history, ways)), total.shard)
+
+    def divided(
+        self, device: int, i: int, gradients: Sequence[Slot], scale: Slot | None
+    ) -> Iterator[str]:
+        """What is wrong with the scalar that *gradients* are divided by, before anything is made of them.
+
+        Once what was kept is in them, they were divided before.
+        """
+        here, found = self.subject.at(device, i), self.totals[device]
+        final = [t.final for s in gradients if (t := found.get(s)) is not None]
+        if any(final) and not all(final):
+            yield f"{here}: only some of the gradients contain what was kept"
+        weighted = self.subject.dag.loss_kind is LossKind.WEIGHTED and not any(final)
+        if (scale is not None) != weighted:
+            yield (
+                f"{here}: gradients must be divided by the total loss weight exactly once, when "
+                f"the loss is weighted; this loss is {self.subject.dag.loss_kind.value}"
+            )
+        elif scale is not None:
+            weight = found.get(scale)
+            if weight is None or (weight.name, weight.counts) != (
+                _WEIGHT,
+                self.origins.full[_WEIGHT],
+            ):
+                yield self.wrong(here, device, scale, _WEIGHT, weight)
+        adding = self.subject.dag.gradient_use is GradientUse.ADD
+        instruction = self.subject.traces[device].instructions[i]
+        if adding and not all(final) and not isinstance(instruction, AddKeptGradients):
+            yield f"{here}: what was kept from earlier steps is not in the gradients"
+
+    def keep(self, device: int, i: int) -> Iterator[str]:
+        """Gradients are added to what is kept, or what is kept is added to them."""
+        subject = self.subject
+        instruction = subject.traces[device].instructions[i]
+        assert isinstance(instruction, (KeepGradients, AddKeptGradients))
+        here, totals = subject.at(device, i), self.totals[device]
+        adding = isinstance(instruction, AddKeptGradients)
+        wanted = GradientUse.ADD if adding else GradientUse.KEEP
+        if subject.dag.gradient_use is not wanted:
+            yield f"{here}: the gradients of this step are to {subject.dag.gradient_use.value}"
+        yield from self.divided(device, i, instruction.gradients, instruction.scale)
+        scale = () if instruction.scale is None else (instruction.scale,)
+        slots = subject.plan.devices[device].slots
+        for k, (name, slot) in enumerate(
+            zip(instruction.names, instruction.gradients, strict=True)
+        ):
+            total = totals.get(slot)
+            if total is None or total.name != name or total.counts != self.origins.full.get(name):
+                yield self.wrong(here, device, slot, name, total)
+                continue
+            if slots[instruction.kept[k]].name != name or total.final:
+                yield f"{here}: {subject.slot(device, instruction.kept[k])} is not what is kept of {name!r}"
+            if total.shard != self.slice_on(device, name):
+                yield f"{here}: slice {total.shard} of the gradient of {name!r} is kept on the device of another"
+            if isinstance(instruction, AddKeptGradients):
+                histories = tuple(totals[s].history for s in scale if s in totals)
+                history = hash((total.history, histories))
+                totals[instruction.totals[k]] = replace(total, history=history, final=True)
+            else:
+                yield from self.used(device, i, name, total, scale)
+
+    def measure(self, device: int, i: int) -> Iterator[str]:
+        """Gradients are measured as they will be used."""
+        instruction = self.subject.traces[device].instructions[i]
+        assert isinstance(instruction, MeasureGradients)
+        yield from self.divided(device, i, instruction.gradients, instruction.scale)
+        yield from self.norms.measure(device, i)
+
+    def slice_on(self, device: int, name: str) -> int:
+        """Which slice of a parameter *device* holds; ``WHOLE`` for one that is not sharded."""
+        groups = self.subject.dag.shards.get(name, ())
+        return next((g.index(DeviceId(device)) for g in groups if device in g), WHOLE)
 
     def wrong(self, here: str, device: int, slot: Slot, name: str, total: Total | None) -> str:
         """What is wrong with the sum in *slot*."""
@@ -234,18 +305,20 @@ class _Symbolic:
         return f"{found}, but\n{self.origins.difference(self.subject.dag, total)}"
 
     def copies(self) -> Iterator[str]:
-        """Each copy of a parameter that has contributions is updated, all in the same way."""
+        """The gradient of each copy of a parameter that has contributions is used, all in the same way."""
         contributions = self.subject.dag.contributions
+        keeping = self.subject.dag.gradient_use is GradientUse.KEEP
         for device in self.subject.plan.devices:
             for info in device.slots:
                 if not contributions.get(info.name):
                     continue
-                if info.role is Role.SHARD or info.name not in self.subject.dag.shards:
+                if keeping or info.role is Role.SHARD or info.name not in self.subject.dag.shards:
                     done: Container[int] = self.updated.get(info.name, {})
                 else:
                     done = self.refreshed.get(info.name, set())
                 if info.role in (Role.PARAMETER, Role.SHARD) and device.device not in done:
-                    yield f"device {device.device}: {info.role.value} {info.name!r} is never updated"
+                    what = "its gradient is never kept" if keeping else "is never updated"
+                    yield f"device {device.device}: {info.role.value} {info.name!r} {what}"
         for name, copies in self.updated.items():
             ways = {(history, shard) for _, history, shard in copies.values()}
             if len(ways) > len({shard for _, _, shard in copies.values()}):
@@ -296,6 +369,13 @@ def _sums(given: _Columns) -> list[Total | None] | None:
         counts = sum(total.counts for total in present)
         results.append(Total(present[0].name, counts, history, present[0].shard))
     return results
+
+
+def _is_sum(instruction: Instruction) -> bool:
+    """Whether an instruction adds up what its members give, if it combines it at all."""
+    if not isinstance(instruction, AllReduceBucket):
+        return True
+    return not instruction.average and instruction.reduce is ReduceOp.SUM
 
 
 _MEETINGS: Mapping[str, Callable[[_Columns], _Columns | None]] = {

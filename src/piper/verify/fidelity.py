@@ -5,10 +5,12 @@ This is translation validation: for each instruction the check works out, from t
 
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from piper.ids import DeviceId, NodeId, Slot, ValueId
 from piper.ir.dag import STATE, Chunk, Comm, LossKind, Node, Role
 from piper.ops.accumulate import Accumulate, Sum
-from piper.ops.base import Instruction, Site
+from piper.ops.base import Instruction, LocalWork, Site
 from piper.ops.compute import Call, Compute
 from piper.ops.free import Free
 from piper.ops.load_input import LoadInput
@@ -61,10 +63,12 @@ class _Expected:
         }
         if dag.loss_kind is LossKind.WEIGHTED:
             self.reported.update({v: ("weight", m) for m, v in enumerate(dag.weights)})
+        if dag.grad_norm is not None:
+            self.reported[dag.grad_norm[0]] = ("grad_norm", 0)
         self._homes: dict[ValueId, tuple[DeviceId, ...]] = {}
         self._subject = subject
         for value in self.reported:
-            for device in self.homes(value):
+            for device in self.reporters(value):
                 self.reports[device].append(value)
 
     def _sum(self, node: Chunk) -> None:
@@ -82,12 +86,17 @@ class _Expected:
         for value, name in zip(node.outputs, work.parameters, strict=False):
             yield value, self.states[Role.SHARD, name]
 
-    def stored(self, node: Comm) -> tuple[ValueId, ...]:
-        """The state that a communication overwrites."""
+    def reporters(self, value: ValueId) -> tuple[DeviceId, ...]:
+        """The devices that report *value*: all that have it, but one for what belongs to the whole step."""
+        norm = self._subject.dag.grad_norm
+        return (norm[1],) if norm is not None and norm[0] == value else self.homes(value)
+
+    def stored(self, node: Node) -> tuple[ValueId, ...]:
+        """The state that a communication, or a chunk that is one instruction, overwrites."""
         return tuple(self.states[Role(role), name] for role, name in node.work.overwrites())
 
     def inputs(self, node: Node, device: DeviceId) -> tuple[ValueId, ...]:
-        """The values that *node* reads on *device*: of a communication or an update, those that live there."""
+        """The values that *node* reads on *device*: of a derived node, those that live there."""
         if not node.derived:
             return node.inputs
         aliases = self.aliases
@@ -144,6 +153,8 @@ class _Device:
                 texts = check(self, instruction)
             elif self.trace.meetings[i] is not None:
                 texts = self.communicate(i, instruction)
+            elif self.is_local(instruction):
+                texts = self.local(i, instruction)
             else:
                 texts = (f"the verifier does not know instruction {instruction.op!r}",)
             for text in texts:
@@ -217,6 +228,10 @@ class _Device:
             bad.append(f"expected parameters {work.parameters}, found {instruction.names}")
         if (instruction.scale is not None) != work.scaled:
             bad.append("expected a scale" if work.scaled else "expected no scale")
+        if instruction.max_norm != work.max_norm:
+            bad.append(f"expected max_norm {work.max_norm}, found {instruction.max_norm}")
+        if (instruction.grad_norm is None) != (work.max_norm is None):
+            bad.append("expected no norm" if work.max_norm is None else "expected a norm")
         read = [
             value
             for value in self.expected.inputs(node, self.device)
@@ -279,6 +294,37 @@ class _Device:
             bad.append(f"expected {_fields(expected, instruction)}")
         return bad
 
+    def is_local(self, instruction: Instruction) -> bool:
+        """Whether the node of *instruction* is a chunk that is one instruction."""
+        node = self.dag.nodes.get(instruction.node)
+        return isinstance(node, Chunk) and isinstance(node.work, LocalWork)
+
+    def local(self, i: int, instruction: Instruction) -> Sequence[str]:
+        node = self.dag.nodes[instruction.node]
+        assert isinstance(node, Chunk)
+        bad = self.execute(node, instruction)
+        if self.device not in node.participants:
+            return bad
+        reads, writes = self.trace.reads[i], self.trace.writes[i]
+        outputs = (*node.outputs, *self.expected.stored(node))
+        bad += self.differ("reads", reads, self.expected.inputs(node, self.device))
+        bad += self.differ("writes", writes, outputs)
+        if bad:
+            return bad
+        site = Site(
+            node.id,
+            node.stream,
+            instruction.record,
+            "",
+            node.participants,
+            self.position(node),
+            reads,
+            writes,
+            self.subject.messages.of_values(node.outputs),
+        )
+        expected = _recording(node.work.lower(site), instruction)
+        return [f"expected {_fields(expected, instruction)}"] if expected != instruction else ()
+
     def load(self, instruction: Instruction) -> Sequence[str]:
         assert isinstance(instruction, LoadInput)
         value = self.dag.values[self.values[instruction.slot]]
@@ -300,13 +346,15 @@ class _Device:
         value = self.values[instruction.slot]
         wanted = self.expected.reported.get(value)
         if wanted is None:
-            return (f"{self.name(instruction.slot)} is neither a loss nor a weight",)
+            return (f"{self.name(instruction.slot)} is neither a loss nor a weight nor the norm",)
         name, number = wanted
         node = self.dag.nodes[self.dag.producers[value]]
         assert isinstance(node, Chunk)
-        if self.device in node.participants:
-            number += self.position(node) * self.plan.num_microbatches
         bad = []
+        if self.device not in self.expected.reporters(value):
+            bad.append(f"devices {self.expected.reporters(value)} report it")
+        elif name != "grad_norm":
+            number += self.position(node) * self.plan.num_microbatches
         if (instruction.name, instruction.microbatch) != (name, number):
             bad.append(f"expected to report {name} of global microbatch {number}")
         if value in self.reports:
@@ -334,7 +382,8 @@ class _Device:
         for value in expected.reports[self.device]:
             if value not in self.reports:
                 name, m = expected.reported[value]
-                yield f"{here}: the {name} of microbatch {m} is never reported"
+                of = "" if name == "grad_norm" else f" of microbatch {m}"
+                yield f"{here}: the {name}{of} is never reported"
 
     # Helpers.
 
@@ -371,6 +420,11 @@ class _Device:
             for slot, value in zip(slots, wanted, strict=True)
             if self.values[slot] != value
         ]
+
+
+def _recording(expected: Instruction, found: Instruction) -> Instruction:
+    """*expected* with the event of *found*, which events are checked for by themselves."""
+    return replace(expected, record=found.record)
 
 
 def _fields(expected: Instruction, found: Instruction) -> str:

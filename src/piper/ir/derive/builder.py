@@ -107,7 +107,7 @@ class Builder:
             self.named = {
                 (v.role, v.name): v.id
                 for v in self.values.values()
-                if v.role in (Role.PARAMETER, Role.SHARD) and v.id not in produced
+                if v.role in (Role.PARAMETER, Role.SHARD, Role.KEPT) and v.id not in produced
             }
         return self.named
 

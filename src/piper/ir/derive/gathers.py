@@ -61,7 +61,8 @@ def _gather(
 
 def _buckets(builder: Builder) -> dict[str, tuple[str, ...]]:
     """The bucket of each parameter that is gathered: parameters of one region and element type, in order of use, up to
-    the bucket size."""
+    the bucket size.
+    """
     order: dict[tuple[object, ...], list[str]] = {}
     limits: dict[tuple[object, ...], int | None] = {}
     users = _users(builder)
@@ -74,8 +75,8 @@ def _buckets(builder: Builder) -> dict[str, tuple[str, ...]]:
         order.setdefault(key, []).append(name)
         limits[key] = replication.bucket_bytes
     found: dict[str, tuple[str, ...]] = {}
-    for key, names in order.items():
-        for bucket in builder.cut(names, limits[key]):
+    for alike, names in order.items():
+        for bucket in builder.cut(names, limits[alike]):
             found.update(dict.fromkeys(bucket, tuple(bucket)))
     return found
 

@@ -1,6 +1,6 @@
 """Sums, reductions and updates: from gradient contributions to new parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from piper.dtypes import DType
 from piper.errors import DirectiveError, PlacementError
 from piper.ids import ValueId
-from piper.ir.dag import DeviceGroup, Level, Replication, Role, Tags, Value
+from piper.ir.dag import Clip, DeviceGroup, GradientUse, Level, Replication, Role, Tags, Value
 from piper.ir.derive.builder import (
     P2P_STREAM,
     REDUCE_STREAM,
@@ -17,12 +17,14 @@ from piper.ir.derive.builder import (
     communication,
     update_chunk,
 )
+from piper.ir.derive.norm import combine, measure
 from piper.ir.derive.sharding import level_of, shard_groups, shard_value
 from piper.ir.derive.transfers import transfer
 from piper.ir.derive.weights import sum_weights
 from piper.ops.accumulate import Sum
 from piper.ops.all_gather import Refresh
 from piper.ops.all_reduce import AllReduce
+from piper.ops.keep import AddKept, Keep
 from piper.ops.reduce_scatter import ReduceScatter
 from piper.ops.update import Update
 
@@ -58,11 +60,37 @@ def synchronise(builder: Builder) -> None:
     weights = sum_weights(
         builder, dict.fromkeys(g for use in alike for g in (*use.holders, *use.readers))
     )
+    buckets: list[_Bucket] = []
     for use, names in alike.items():
         replication = None if use.replication is None else builder.dag.replications[use.replication]
         limit = None if replication is None else replication.bucket_bytes
-        for bucket in builder.cut(names, limit):
-            _Bucket(builder, use, replication, bucket, made).update(weights)
+        buckets += [
+            _Bucket(builder, use, replication, bucket, made) for bucket in builder.cut(names, limit)
+        ]
+    clip = builder.dag.clip
+    if clip is None or not buckets or builder.dag.gradient_use is GradientUse.KEEP:
+        for bucket in buckets:
+            for final in bucket.finals(weights):
+                bucket.use_gradients(final)
+    else:
+        _clipped(builder, clip, [(bucket, list(bucket.finals(weights))) for bucket in buckets])
+
+
+def _clipped(
+    builder: Builder, clip: Clip, ready: Sequence[tuple["_Bucket", list["_Final"]]]
+) -> None:
+    """Measure the norm of all gradients before the first update."""
+    parts: dict[ValueId, Group] = {}
+    for bucket, (first, *_) in ready:
+        owners = bucket.owners()
+        region = bucket.use.region
+        parts[measure(builder, clip, first.gradients, first.scales, region, owners)] = owners
+    homes = [final.devices for _, finals in ready for final in finals]
+    everyone = None if None in homes else tuple(sorted({d for home in homes for d in home or ()}))
+    norm = combine(builder, clip, parts, everyone)
+    for bucket, finals in ready:
+        for final in finals:
+            bucket.use_gradients(final, None if clip.max_norm is None else norm)
 
 
 def _by_group(builder: Builder, values: Sequence[ValueId]) -> ByGroup:
@@ -122,6 +150,18 @@ def _refuse_overlap(parameter: str, groups: Sequence[Group]) -> None:
             seen[device] = group
 
 
+@dataclass(frozen=True)
+class _Final:
+    """The gradients of a bucket, reduced, on *devices*, which hold the parameters or slices; *holders* are the groups of these devices.
+    On each device there is one of *scales*, which the gradients are to be divided by, or there is none.
+    """
+
+    gradients: Sequence[ValueId]
+    scales: Sequence[ValueId]
+    devices: Group
+    holders: Sequence[Group]
+
+
 class _Bucket:
     """The gradient path of one bucket of parameters."""
 
@@ -137,8 +177,8 @@ class _Bucket:
         self.replication = replication
         self.stream = REDUCE_STREAM if replication is None else replication.reduce_stream
 
-    def update(self, weights: Mapping[Group, ValueId]) -> None:
-        """Sum, reduce, update, and refresh the whole parameters of which only a slice was updated."""
+    def finals(self, weights: Mapping[Group, ValueId]) -> Iterator[_Final]:
+        """Sum and reduce; the gradients on the groups that make contributions, then on each that only reads the parameters."""
         builder, use = self.builder, self.use
         if use.level is Level.NONE:
             gradients = self._reduce_whole(self._sums(self.made, self._whole()))
@@ -148,32 +188,73 @@ class _Bucket:
         else:
             gradients = self._reduce_slices(self._sums(self._scattered(), self._slices(Role.TOTAL)))
         scales = dict.fromkeys(weights[g] for g in use.holders if g in weights)
-        self._apply(gradients, scales, self._devices(), use.holders)
+        yield self._final(gradients, tuple(scales), self._devices(), use.holders)
         if use.holders[0] is None:
             return
         source = update_chunk(Sum(), use.region, (), use.holders[0])
         for group in use.readers:
             sent = [transfer(builder, g, source, group, "update", P2P_STREAM) for g in gradients]
             scale = (weights[group],) if weights else ()
-            self._apply(sent, scale, group, (group,))
+            yield self._final(sent, scale, group, (group,))
 
-    def _apply(
+    def owners(self) -> Group:
+        """The devices that hold each gradient once: one copy, or the slices of one group."""
+        first = self.use.holders[0]
+        if first is None:
+            return None
+        return first[:1] if self.use.level is Level.NONE else self._groups(first)[0]
+
+    def _final(
         self,
         gradients: Sequence[ValueId],
-        scales: Iterable[ValueId],
+        scales: tuple[ValueId, ...],
         devices: Group,
         holders: Sequence[Group],
-    ) -> None:
-        """Update the copies or slices on *devices*, and refresh whole parameters of which only slices were."""
+    ) -> _Final:
+        """Add what is kept from earlier steps, if the step is to."""
+        builder = self.builder
+        if builder.dag.gradient_use is not GradientUse.ADD:
+            return _Final(gradients, scales, devices, holders)
+        work = AddKept(tuple(self.names), scaled=bool(scales))
+        inputs = (*gradients, *scales, *self._kept())
+        node = update_chunk(work, self.use.region, inputs, devices)
+        return _Final(builder.add(node, self._totals()), (), devices, holders)
+
+    def use_gradients(self, final: _Final, norm: ValueId | None = None) -> None:
+        """Keep the gradients for a later step, or update the copies or slices on their devices, clipped by *norm* if given."""
+        if self.builder.dag.gradient_use is not GradientUse.KEEP:
+            self._update(final, norm)
+            return
+        work = Keep(tuple(self.names), scaled=bool(final.scales))
+        inputs = (*final.gradients, *final.scales, *self._kept())
+        self.builder.add(update_chunk(work, self.use.region, inputs, final.devices), [])
+
+    def _update(self, final: _Final, norm: ValueId | None) -> None:
+        """Update, and refresh whole parameters of which only slices were."""
         builder, use = self.builder, self.use
-        scales = tuple(scales)
         sharded = use.level is not Level.NONE
         shards = [builder.source(v) for v in self._slices(Role.SHARD)] if sharded else []
-        work = Update(parameters=tuple(self.names), scaled=bool(scales), sharded=sharded)
-        node = update_chunk(work, use.region, (*gradients, *scales, *shards), devices)
+        clip = builder.dag.clip
+        work = Update(
+            parameters=tuple(self.names),
+            scaled=bool(final.scales),
+            sharded=sharded,
+            max_norm=None if norm is None or clip is None else clip.max_norm,
+        )
+        norms = () if norm is None else (norm,)
+        inputs = (*final.gradients, *final.scales, *norms, *shards)
+        node = update_chunk(work, use.region, inputs, final.devices)
         updated = builder.add(node, self._slices(Role.SHARD) if sharded else [])
         if use.level in (Level.OPTIMIZER, Level.GRADIENTS):
-            self._refresh(updated, holders)
+            self._refresh(updated, final.holders)
+
+    def _totals(self) -> list[Value]:
+        """Values like the gradients that the update is given."""
+        return self._whole() if self.use.level is Level.NONE else self._slices(Role.TOTAL)
+
+    def _kept(self) -> list[ValueId]:
+        """What is kept of each gradient."""
+        return [self.builder.source(replace(v, role=Role.KEPT)) for v in self._totals()]
 
     def _whole(self) -> list[Value]:
         """Values like the whole gradients."""

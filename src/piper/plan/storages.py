@@ -1,0 +1,128 @@
+"""Which outputs of a chunk share memory: with an input, with each other, with a larger tensor that they are views of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from piper.ir.body import Body, Call, call_refs
+
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in [
+        "_conj",
+        "_neg_view",
+        "_reshape_alias",
+        "_unsafe_view",
+        "adjoint",
+        "alias",
+        "as_strided",
+        "chunk",
+        "contiguous",
+        "detach",
+        "diagonal",
+        "expand",
+        "expand_as",
+        "flatten",
+        "imag",
+        "lift_fresh",
+        "mT",
+        "movedim",
+        "narrow",
+        "numpy_T",
+        "permute",
+        "real",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "swapaxes",
+        "t",
+        "tensor_split",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unfold",
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+        "unsqueeze",
+        "view",
+        "view_as",
+        "view_as_complex",
+        "view_as_real",
+    ]
+)
+"""Operators whose results share memory with their first argument. ``reshape`` is one: in the graph that was captured every
+reshape was a view; it copies only where a tensor that had other strides there was received."""
+
+GETITEM = "operator.getitem"
+
+IN_PLACE_SUMS = frozenset(
+    f"aten.{name}.default"
+    for name in ["binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"]
+)
+"""Losses whose scalar result stays in the memory of the elementwise losses, as large as the first argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Memory that a chunk allocates: ``nbytes``, number ``number`` of the chunk. Equal numbers are the same memory."""
+
+    number: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The memory that input ``index`` of a chunk is in."""
+
+    index: int
+
+
+Memory: TypeAlias = Made | Given
+
+
+def output_memory(body: Body, bindings: Mapping[str, int]) -> tuple[Memory, ...]:
+    """The memory that each output of *body* is in; *bindings* gives the symbols their sizes."""
+    # Per reference, the memory of each result: a call may have several.
+    found: list[tuple[Memory, ...]] = [(Given(i),) for i in range(len(body.inputs))]
+    sizes: list[tuple[int, ...]] = [(spec.nbytes(bindings),) for spec in body.inputs]
+    count = 0
+    for call in body.calls:
+        base, size = _viewed(call, found), _sizes(call, sizes, bindings)
+        if base is None:
+            base = tuple(Made(count + i, nbytes) for i, nbytes in enumerate(size))
+            count += len(size)
+        found.append(base)
+        sizes.append(size)
+    return tuple(found[ref][0] for ref in body.outputs)
+
+
+def _sizes(
+    call: Call, sizes: list[tuple[int, ...]], bindings: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Bytes of each of *call*'s results; ``sizes`` are those of the references before."""
+    if call.target == GETITEM:
+        return (sizes[call_refs(call)[0]][_index(call)],)
+    if call.target in IN_PLACE_SUMS:
+        return sizes[call_refs(call)[0]]
+    return tuple(0 if spec is None else spec.nbytes(bindings) for spec in call.results)
+
+
+def _viewed(call: Call, found: list[tuple[Memory, ...]]) -> tuple[Memory, ...] | None:
+    """The memory of *call*'s results if they are views; ``None`` if they are new."""
+    refs = call_refs(call)
+    if call.target == GETITEM:
+        return (found[refs[0]][_index(call)],)
+    if call.target.rsplit(".", 1)[0] not in VIEWS or not refs:
+        return None
+    (base,) = found[refs[0]]
+    return (base,) * len(call.results)
+
+
+def _index(call: Call) -> int:
+    index = call.args[1]
+    assert isinstance(index, int), "getitem in a chunk's body takes a number"
+    return index

@@ -1,0 +1,42 @@
+"""Numbers as symbols: what a sum is the sum of, what a norm counts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WHOLE = -1
+"""The slice number of a sum that was not cut into slices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up, and which
+    slice of it is meant (``WHOLE``: all of it). ``final``: what was kept from earlier steps is in it.
+    """
+
+    name: str
+    counts: int
+    history: int
+    shard: int = WHOLE
+    final: bool = False
+
+    def plus(self, other: "Total") -> "Total":
+        """The sum of two; addition of two numbers commutes bitwise."""
+        one, two = sorted((self.history, other.history))
+        return Total(self.name, self.counts + other.counts, hash((one, two)), self.shard)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A symbolic norm: the gradients that it counts, with the slice of each, in order; how they were put together; whether the root is
+    taken.
+    """
+
+    counted: tuple[tuple[str, int], ...]
+    history: int
+    finished: bool = False
+
+    @classmethod
+    def together(cls, parts: Sequence["Measured"]) -> "Measured":
+        """What *parts*, in this order, are together."""
+        counted = tuple(sorted(pair for part in parts for pair in part.counted))
+        return cls(counted, hash(tuple(part.history for part in parts)))
