@@ -392,7 +392,7 @@ def report(setup: Setup, found: Found) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Piper's 1F1B against torch's.")
     parser.add_argument("--rounds", type=int, default=12, help="after two of warm-up")
-    parser.add_argument("--steps", type=int, default=4, help="training steps per round")
+    parser.add_argument("--steps", type=int, default=2, help="training steps per round")
     parser.add_argument("--links", default="loopback,100mbit", help="loopback, or a rate of tc")
     parser.add_argument("--width", type=int, default=0, help="default: the example's")
     parser.add_argument("--profile", default="", help="profile one variant: piper or torch")

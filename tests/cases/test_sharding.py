@@ -11,6 +11,7 @@ from tests.cases.equal import adamw, assert_equal, mse, randn, sgd
 from tests.cases.test_state import Borrowed, Branching, Mixed, SometimesTied, TiedFourTimes
 from tests.equality import eager, planned
 from torch import nn
+from torch.nn import functional
 
 import piper
 from piper.api.programs import Programs
@@ -347,6 +348,108 @@ def test_a_weight_that_a_stage_uses_in_some_steps_only(zero, flags):
             assert same == pytest.approx(wanted.loss, rel=1e-12)
         else:
             assert losses == pytest.approx([step.loss for step in expected[1:]], rel=1e-12)
+
+
+class SometimesDetached(nn.Module):
+    """A flag says whether a weight gets a gradient; it is read either way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x, *, trained):
+        with piper.annotate("PP", 0):
+            weight = self.a.weight if trained else self.a.weight.detach()
+            h = functional.linear(x, weight, self.a.bias).tanh()
+        with piper.annotate("PP", 1):
+            return self.b(h)
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+@pytest.mark.parametrize("flags", [(True, False, True), (False, True, False)])
+def test_a_weight_that_is_trained_in_some_steps_only(zero, flags):
+    """Equal, or refused on the driver, which leaves the trainer as it was: the first step decides who holds slices."""
+    torch.manual_seed(0)
+    model = SometimesDetached().double()
+    batches = [
+        ({"x": randn(8, 3, seed=s), "trained": trained}, randn(8, 2, seed=9 + s))
+        for s, trained in enumerate(flags)
+    ]
+    expected = eager.train(model, mse, batches, 4, adam)
+    refused = zero < 3 and not flags[0]
+    with piper.compile(
+        model, mse, pipeline(zero), batches[0], optimizer=adam, backend="inprocess"
+    ) as running:
+        assert running.step(*batches[0]).loss == pytest.approx(expected[0].loss, rel=1e-12)
+        if refused:
+            with pytest.raises(StateError, match=r"'a\.weight', a slice of it.*Begin with a batch"):
+                running.step(*batches[1])
+            batches = [batches[0]] * 2
+            expected = eager.train(model, mse, batches, 4, adam)
+        for batch, wanted in zip(batches[1:], expected[1:], strict=True):
+            assert running.step(*batch).loss == pytest.approx(wanted.loss, rel=1e-12)
+            for name, tensor in wanted.state.items():
+                found = running.state_dict()[name]
+                torch.testing.assert_close(found, tensor, rtol=1e-10, atol=1e-12)
+
+
+class Strided(nn.Module):
+    """Parameters that do not lie in memory as their shape says, one of which is viewed as it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(randn(5, 3).t())
+        self.conv = nn.Conv2d(2, 3, 3, padding=1).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x):
+        with piper.annotate("PP", 0):
+            h = x @ self.turned.t().view(15).view(5, 3).t()
+            h = self.conv(h.view(-1, 1, 1, 5).expand(-1, 2, 2, 5)).mean((1, 2))
+        with piper.annotate("PP", 1):
+            return self.last(h)
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+def test_slices_are_of_the_logical_order(zero):
+    assert_equal(Strided(), mse, pipeline(zero), odd_batch(), optimizer=adam, steps=3)
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+def test_parameter_groups_and_learning_rates(zero):
+    """A group's options are those of its slices, also where a device has none of the group."""
+    torch.manual_seed(0)
+    model = Odd().double()
+    plain = copy.deepcopy(model)
+    named = dict(plain.named_parameters())
+    groups = [
+        {"params": [named["a.weight"], named["b.weight"]], "weight_decay": 0.3},
+        {"params": [named["a.bias"]], "lr": 0.1},
+        {"params": [p for n, p in named.items() if n not in ("a.weight", "b.weight", "a.bias")]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    with piper.compile(
+        model,
+        mse,
+        pipeline(zero),
+        odd_batch(),
+        optimizer=adamw,
+        param_groups=[
+            {"names": ["*.weight"], "weight_decay": 0.3},
+            {"names": ["a.bias"], "lr": 0.1},
+        ],
+        lr_schedule=lambda step: 1.0 / (1 + step),
+        backend="inprocess",
+    ) as running:
+        for step in range(3):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate / (1 + step)
+            expected = eager.one_step(plain, mse, odd_batch(), 4, optimizer)
+            assert running.step(*odd_batch()).loss == pytest.approx(expected.loss, rel=1e-12)
+            for name, tensor in expected.state.items():
+                found = running.state_dict()[name]
+                torch.testing.assert_close(found, tensor, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("zero", LEVELS)

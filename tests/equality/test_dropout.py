@@ -103,6 +103,7 @@ def test_every_microbatch_has_its_own_mask():
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(300)
 def test_both_backends_draw_the_same(whole):
     """Processes instead of threads."""
     assert_same(run([[0], [1]], (2,), backend="ray"), whole)

@@ -14,7 +14,7 @@ from piper.models import (
     unet_loss,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 GROUPS = [[0, 1], [2, 3]]
 

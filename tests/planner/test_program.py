@@ -12,8 +12,8 @@ from piper.ops.compute import Compute
 from piper.ops.free import Free
 from piper.ops.p2p import PostReceive, Send, Transfer
 from piper.ops.wait import Wait
+from piper.planner.early import Early
 from piper.planner.program import Program
-from piper.planner.receives import ReceiveAhead
 
 SPEC = TensorSpec((4,), DType.FLOAT32)
 MESSAGE = Message((4,), DType.FLOAT32)
@@ -162,12 +162,12 @@ def test_what_nothing_reads_is_dropped(program):
     assert p.finish().instructions[-1].slots == (unused,)
 
 
-class TestReceiveAhead:
+class TestEarly:
     """Five messages of 16 bytes, needed in the order 0, 1, 2, 3, 4."""
 
     def start(self, limit):
         p = Program(DeviceId(0), {})
-        ahead = ReceiveAhead(limit)
+        ahead = Early(limit)
         posted = []
 
         def locate(comm, group, position, program):
@@ -179,7 +179,7 @@ class TestReceiveAhead:
             comm = Comm(
                 NodeId(number), (), Pass.FORWARD, (), (), Transfer(), ((1, 0),), Stream("p2p")
             )
-            ahead.expect(comm, (DeviceId(1), DeviceId(0)), 1, MESSAGE, locate)
+            ahead.expect(comm, (DeviceId(1), DeviceId(0)), 1, MESSAGE.nbytes, locate)
         return p, ahead, posted
 
     def test_as_many_as_the_limit_allows(self):

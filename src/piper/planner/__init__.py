@@ -1,7 +1,8 @@
 """The planner: a distributed training DAG becomes one program per device.
 
-``streams`` chooses one total order, ``cut`` walks it and lowers each node on each of its devices, ``receives`` posts
-receives early, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
+``streams`` chooses one total order, ``gathers`` lets consecutive chunks share gathered parameters, ``cut`` walks the order and lowers
+each node on each of its devices, ``early`` starts receives and gathers before they are needed, ``sums`` adds contributions as they
+come, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
 """
 
 from msgspec.structs import replace as replace_struct

@@ -393,9 +393,11 @@ class _Device:
         if node.id in self.seen:
             bad.append("the node is executed a second time on this device")
         self.seen.add(node.id)
+        if not isinstance(node, Chunk):
+            return bad  # that the device takes part in a communication is known by then
         if self.device not in node.participants:
             bad.append(f"the node belongs on devices {node.participants}")
-        if isinstance(node, Chunk) and instruction.stream != node.stream:
+        if instruction.stream != node.stream:
             bad.append(f"expected stream {node.stream!r}, found {instruction.stream!r}")
         return bad
 

@@ -49,6 +49,7 @@ class Messages:
         self._dag = dag
         self._bindings = bindings
         self._of_spec: dict[int, Message] = {}
+        self._of_values: dict[tuple[ValueId, ...], tuple[Message, ...]] = {}
 
     def of(self, spec: TensorSpec) -> Message:
         """*spec*, bound; it is remembered by identity."""
@@ -59,10 +60,14 @@ class Messages:
             self._of_spec[id(spec)] = message
         return message
 
-    def of_values(self, values: Sequence[ValueId]) -> tuple[Message, ...]:
-        """The messages of several values."""
-        known = self._dag.values
-        return tuple(self.of(known[value].spec) for value in values)
+    def of_values(self, values: tuple[ValueId, ...]) -> tuple[Message, ...]:
+        """The messages of several values; remembered, since every member of a communication asks."""
+        messages = self._of_values.get(values)
+        if messages is None:
+            known = self._dag.values
+            messages = tuple(self.of(known[value].spec) for value in values)
+            self._of_values[values] = messages
+        return messages
 
 
 @dataclass(frozen=True, slots=True)
