@@ -1,5 +1,6 @@
 """Communication that starts before it is needed: receives, so that no sender waits and both directions of a link flow
-at once; gathers of parameters, so that they hide behind earlier compute."""
+at once; gathers of parameters, so that they hide behind earlier compute.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -29,7 +30,8 @@ class _Expected:
 
 class Early:
     """Starts one device's communications of one kind in the order in which they are needed, as early as ``limit`` bytes
-    of started but not yet needed ones allow (always at least the one that is needed now)."""
+    of started but not yet needed ones allow (always at least the one that is needed now).
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -42,7 +44,8 @@ class Early:
         self, comm: Comm, group: tuple[DeviceId, ...], position: int, nbytes: int, locate: Locate
     ) -> None:
         """Announce a communication that makes *nbytes* here; the announcements come in order of need, repeated ones
-        do not count."""
+        do not count.
+        """
         if comm.id not in self._known:
             self._known.add(comm.id)
             self._expected.append(_Expected(comm, group, position, nbytes, locate))
