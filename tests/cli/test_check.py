@@ -17,10 +17,13 @@ def test_a_right_strategy_is_equal(piper, write, replicated):
 
 
 def test_a_wrong_reduction_is_found(piper, write, replicated, monkeypatch):
-    def forget(self, device, flat):
-        device.divide_(flat, len(self.members))
+    start = AllReduceBucket.start
 
-    monkeypatch.setattr(AllReduceBucket, "finish", forget)
+    def mean(self, device, communicator, tensors):
+        handle, collect = start(self, device, communicator, tensors)
+        return handle, lambda: [tensor / len(self.members) for tensor in collect()]
+
+    monkeypatch.setattr(AllReduceBucket, "start", mean)
     result = piper("check", write(strategy=replicated))
     assert result.exit_code == 1
     assert "different" in result.stdout

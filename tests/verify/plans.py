@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from msgspec.structs import replace as replace_struct
-from tests.verify.dags import chain
+from tests.verify.dags import chain, handed_out_view
 
+from piper.directives.place import Place
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
 from piper.directives.strategy import Strategy, apply
@@ -47,6 +48,11 @@ def hybrid(microbatches: int = 2, **shard) -> Strategy:
         Replicate({}, [[0, 1], [2, 3]], **shard),
         Split({}, num_microbatches=microbatches),
     ]
+
+
+def together(**shard) -> Strategy:
+    """All on the same two replicas."""
+    return [Place({}, [0, 1]), Replicate({}, bucket_size=1e-6, **shard)]
 
 
 def looped_zero(virtual: int, microbatches: int, **shard) -> Strategy:
@@ -94,6 +100,9 @@ CASES: dict[str, Callable[[], tuple[Dag, Strategy]]] = {
         clipped(chain(2, ROWS, tied=True, weighted=True), Norm.INF),
         pipeline(2, replicas=2, bucket_size=1e-5),
     ),
+    "handed-out view": lambda: (handed_out_view(), [Place({}, [0])]),
+    "handed-out view, zero 1": lambda: (handed_out_view(), together(shard_optimizer=True)),
+    "handed-out view, zero 3": lambda: (handed_out_view(), together(shard_params=True)),
     "zero 1": lambda: (
         chain(2, ROWS),
         pipeline(2, replicas=2, microbatches=2, shard_optimizer=True),

@@ -470,7 +470,7 @@ class TestViewsOfState:
         )
         verify(plan)
         assert late < update
-        assert "stored the next step's value" in texts(move(plan, 0, late, update), "lifetime")
+        assert "stored the next step's value" in texts(move(plan, 0, update, late), "lifetime")
 
 
 class TestContributions:

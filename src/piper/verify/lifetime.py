@@ -49,9 +49,14 @@ class _Table:
             yield f"device {trace.device}: {self._name(slot)} is never freed"
 
     def _wants_new(self, i: int, slot: Slot) -> bool:
-        """Whether the instruction's node reads what is stored here in this step, and not the step's initial value."""
-        node = self.subject.dag.nodes.get(self.trace.instructions[i].node)
-        return node is not None and self.trace.values[slot] not in node.inputs
+        """Whether the instruction's node reads, from this slot itself and not a view of it, what another node stores here."""
+        dag = self.subject.dag
+        node = dag.nodes.get(self.trace.instructions[i].node)
+        if node is None or slot not in self.trace.reads[i]:
+            return False
+        mine = dag.values[self.trace.values[slot]]
+        read = [dag.values[v] for v in node.inputs if v in dag.producers]
+        return any((value.role, value.name) == (mine.role, mine.name) for value in read)
 
     def _store(self, i: int, slot: Slot) -> Iterator[str]:
         if slot in self.stored:
