@@ -36,16 +36,7 @@ class AllGather(Work, frozen=True):
         return True
 
     def lower(self, site: Site) -> Instruction:
-        return AllGatherBucket(
-            node=site.node,
-            stream=site.stream,
-            record=site.record,
-            communicator=site.communicator,
-            members=site.group,
-            inputs=site.inputs,
-            outputs=site.outputs,
-            messages=site.messages,
-        )
+        return AllGatherBucket.at(site)
 
 
 @work
@@ -58,16 +49,7 @@ class Refresh(Work, frozen=True):
         return tuple(("parameter", name) for name in self.names)
 
     def lower(self, site: Site) -> Instruction:
-        return RefreshBucket(
-            node=site.node,
-            stream=site.stream,
-            record=site.record,
-            communicator=site.communicator,
-            members=site.group,
-            inputs=site.inputs,
-            outputs=site.outputs,
-            messages=site.messages,
-        )
+        return RefreshBucket.at(site)
 
 
 @instruction

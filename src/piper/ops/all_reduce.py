@@ -29,18 +29,7 @@ class AllReduce(Work, frozen=True):
     reduce: ReduceOp = ReduceOp.SUM
 
     def lower(self, site: Site) -> Instruction:
-        return AllReduceBucket(
-            node=site.node,
-            stream=site.stream,
-            record=site.record,
-            communicator=site.communicator,
-            members=site.group,
-            inputs=site.inputs,
-            outputs=site.outputs,
-            messages=site.messages,
-            average=self.average,
-            reduce=self.reduce,
-        )
+        return AllReduceBucket.at(site, average=self.average, reduce=self.reduce)
 
 
 @instruction

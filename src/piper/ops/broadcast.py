@@ -22,16 +22,7 @@ class Broadcast(Work, frozen=True):
     """Output i is, on every member, the first member's i-th input. All of one element type."""
 
     def lower(self, site: Site) -> Instruction:
-        return BroadcastBucket(
-            node=site.node,
-            stream=site.stream,
-            record=site.record,
-            communicator=site.communicator,
-            members=site.group,
-            inputs=site.inputs,
-            outputs=site.outputs,
-            messages=site.messages,
-        )
+        return BroadcastBucket.at(site)
 
 
 @instruction

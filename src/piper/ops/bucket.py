@@ -1,7 +1,7 @@
 """What collectives over a bucket of tensors share."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 from piper.ids import DeviceId, Slot
 from piper.ops.base import (
@@ -13,6 +13,7 @@ from piper.ops.base import (
     Message,
     Rendezvous,
     Runtime,
+    Site,
     Tensor,
     Then,
 )
@@ -32,6 +33,21 @@ class BucketCollective(Instruction, frozen=True, kw_only=True):
 
     asynchronous: ClassVar[bool] = True
     role: ClassVar[str]
+
+    @classmethod
+    def at(cls, site: Site, **options: object) -> Self:
+        """The instruction of the member at *site*; *options* are the subclass's own fields."""
+        return cls(
+            node=site.node,
+            stream=site.stream,
+            record=site.record,
+            communicator=site.communicator,
+            members=site.group,
+            inputs=site.inputs,
+            outputs=site.outputs,
+            messages=site.messages,
+            **options,
+        )
 
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]

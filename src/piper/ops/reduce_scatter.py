@@ -26,16 +26,7 @@ class ReduceScatter(Work, frozen=True):
     """
 
     def lower(self, site: Site) -> Instruction:
-        return ReduceScatterBucket(
-            node=site.node,
-            stream=site.stream,
-            record=site.record,
-            communicator=site.communicator,
-            members=site.group,
-            inputs=site.inputs,
-            outputs=site.outputs,
-            messages=site.messages,
-        )
+        return ReduceScatterBucket.at(site)
 
 
 @instruction

@@ -9,54 +9,10 @@ from collections.abc import Mapping
 from piper.ids import BodyId, Slot
 from piper.ir.body import Body, call_refs
 from piper.ops.compute import Compute
+from piper.plan import storages
 from piper.verify.trace import Trace
 
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "alias",
-        "as_strided",
-        "chunk",
-        "contiguous",
-        "detach",
-        "diagonal",
-        "expand",
-        "expand_as",
-        "imag",
-        "lift_fresh",
-        "movedim",
-        "mT",
-        "narrow",
-        "permute",
-        "real",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "swapaxes",
-        "t",
-        "tensor_split",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unfold",
-        "unsafe_chunk",
-        "unsafe_split",
-        "unsafe_split_with_sizes",
-        "unsqueeze",
-        "view",
-        "view_as",
-        "view_as_complex",
-        "view_as_real",
-        "_reshape_alias",
-        "_unsafe_view",
-        "numpy_T",
-        "adjoint",
-        "flatten",
-    ]
-) | {"operator"}
+VIEWS = storages.VIEWS | {"operator"}
 """Operators whose results may share memory with their first argument; ``operator``: ``operator.getitem``."""
 
 
