@@ -68,8 +68,17 @@ class InProcessBackend(WorkerBackend):
 
     def _run_threads(self, call: Callable[[int], None]) -> None:
         """Run ``call(rank)`` on a thread per device, to the end of all of them."""
+        # Not `Thread.join` alone: an interrupted join (CPython 3.11) takes a running thread for a stopped one.
+        finished = [threading.Event() for _ in self._workers]
+
+        def run(rank: int) -> None:
+            try:
+                call(rank)
+            finally:
+                finished[rank].set()
+
         threads = [
-            threading.Thread(target=call, args=(rank,), name=f"piper device {rank}", daemon=True)
+            threading.Thread(target=run, args=(rank,), name=f"piper device {rank}", daemon=True)
             for rank in range(len(self._workers))
         ]
         # Setting a thread's number of compute threads sets the default of the others too.
@@ -77,13 +86,17 @@ class InProcessBackend(WorkerBackend):
         try:
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            for event in finished:
+                event.wait()
         except BaseException:  # Ctrl-C: nobody is left behind
             self._hub.abort("the driver was interrupted")
+            for thread, event in zip(threads, finished, strict=True):
+                if thread.ident is not None:
+                    event.wait()
+            raise
+        else:
             for thread in threads:
                 thread.join()
-            raise
         finally:
             torch.set_num_threads(mine)
 
