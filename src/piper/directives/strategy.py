@@ -32,6 +32,11 @@ def apply(dag: Dag, strategy: Strategy) -> Dag:
         dag = derive(dag)
         for _, run in groupby(enumerate(strategy, start), key=lambda item: type(item[1])):
             dag = _apply_run(dag, list(run))
+        kinds: dict[type[Directive], list[tuple[int, Directive]]] = {}
+        for number, directive in enumerate(strategy, start):
+            kinds.setdefault(type(directive), []).append((number, directive))
+        for kind, given in kinds.items():
+            kind.check_together(dag, given)
     return dag
 
 
