@@ -28,8 +28,12 @@ def test_every_pair_of_factor_values_is_covered():
         for (i, a), (j, b) in combinations(enumerate(FACTORS), 2)
         for x, y in product(FACTORS[a], FACTORS[b])
     }
-    assert found == wanted
-    assert len(set(covering_cases())) == len(covering_cases()) < len(all_cases()) == 720
+    names = list(FACTORS)
+    one_replica = (names.index("dp"), 1)
+    impossible = {(one_replica, (names.index("zero"), level)) for level in (1, 2, 3)}
+    assert impossible < wanted
+    assert found == wanted - impossible
+    assert len(set(covering_cases())) == len(covering_cases()) < len(all_cases()) == 450
 
 
 @pytest.mark.timeout(240)
