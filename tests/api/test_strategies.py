@@ -5,7 +5,15 @@ from piper.directives.place import Place
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
 from piper.errors import DirectiveError, PlacementError, ScheduleError
-from piper.schedules import interleaved_one_f_one_b, looped, one_f_one_b
+from piper.schedules import (
+    dualpipe,
+    interleaved_one_f_one_b,
+    looped,
+    one_f_one_b,
+    two_way,
+    v_shape,
+    zbv,
+)
 
 PAIRS = [[0, 1], [2, 3]]
 
@@ -49,6 +57,23 @@ def test_virtual_stages_are_per_group():
     ]
 
 
+@pytest.mark.parametrize("num_virtual_stages", [None, 2])
+def test_schedules_in_a_v_have_two_stages_per_group(num_virtual_stages):
+    strategy = pipeline("zbv", PAIRS, 4, num_virtual_stages=num_virtual_stages)
+    assert strategy == [*v_shape(PAIRS), Replicate({}), Split({}, "MB", 4), *zbv(2, 4)]
+
+
+def test_dualpipe_places_microbatches():
+    split = Split({}, "SAMPLE", num_microbatches=6)
+    tags = {"stage_tag": "STAGE", "microbatch_tag": "SAMPLE"}
+    assert pipeline("dualpipe", PAIRS, 6, **tags) == [
+        split,
+        *two_way(PAIRS, 6, **tags),
+        Replicate({}),
+        *dualpipe(2, 6, **tags),
+    ]
+
+
 def test_tags_reach_every_directive():
     strategy = pipeline("1f1b", PAIRS, 2, stage_tag="STAGE", microbatch_tag="SAMPLE")
     assert strategy == [
@@ -72,8 +97,16 @@ def test_tags_reach_every_directive():
             ("gpipe", PAIRS, 8),
             {"num_virtual_stages": 2},
             ScheduleError,
-            "one stage per group, found num_virtual_stages=2; .* interleaved_1f1b, looped_bfs",
+            "one stage per group, found num_virtual_stages=2; .* interleaved_1f1b, interleaved_zero",
         ),
+        (
+            ("zbv", PAIRS, 8),
+            {"num_virtual_stages": 1},
+            ScheduleError,
+            "two stages per group, found num_virtual_stages=1; leave it at 2 or",
+        ),
+        (("dualpipe", PAIRS, 7), {}, PlacementError, "must be even and at least 2; found 7"),
+        (("dualpipev", PAIRS, 3), {}, ScheduleError, "4 here; found 3; nearest: 4"),
         (
             ("looped_bfs", PAIRS, 8),
             {"num_virtual_stages": 0},

@@ -3,9 +3,10 @@ from tests.support.synthetic import chain
 
 from piper.directives.order import Order
 from piper.directives.place import Place
+from piper.directives.replicate import Replicate
 from piper.directives.split import Split
 from piper.directives.strategy import apply
-from piper.errors import DirectiveError, FilterError, OrderError
+from piper.errors import FilterError, OrderError
 from piper.ir.check import topological_order
 from piper.ops.compute import Compute
 from piper.planner import plan
@@ -136,10 +137,119 @@ def test_a_cycle_across_devices_is_found():
     assert "transfer B PP=1 MB=0  before  B PP=0 MB=0           (data)" in str(caught.value)
 
 
-@pytest.mark.parametrize("pass_", ["BI", "BW", ["BI", "BW"], ["F", "BW"]])
-def test_half_backwards_are_refused_not_ignored(pass_):
-    with pytest.raises(DirectiveError, match="half a backward"):
-        apply(chain(2), [ONE, Order([[{"PP": 0, "PASS": pass_}]])])
+# --- halves of a backward ---------------------------------------------------------------------
+
+
+def half(pass_, stage, m):
+    return {"PP": stage, "MB": m, "PASS": pass_}
+
+
+def passes(dag, stage):
+    """The passes of a stage's chunks, by microbatch."""
+    found = {}
+    for chunk in dag.chunks():
+        tags = dict(chunk.tags)
+        if not chunk.derived and tags["PP"] == stage:
+            found.setdefault(tags.get("MB"), []).append(chunk.pass_.value)
+    return found
+
+
+def test_half_backwards_are_split_where_they_are_named():
+    """Each microbatch as filtered; a stage without outgoing gradients is all BW."""
+    order = Order([[half("BI", 1, 2)], [f(1, 3)], [half("BW", [0, 1], 2)]])
+    dag = apply(chain(2), [ONE, SPLIT, order])
+    whole = ["F", "B"]
+    assert passes(dag, 1) == {0: whole, 1: whole, 2: ["F", "BI", "BW"], 3: whole}
+    assert passes(dag, 0) == {0: whole, 1: whole, 2: ["F", "BW"], 3: whole}
+    labels = program(dag)
+    wanted = ["BI PP=1 MB=2", "F PP=1 MB=3", "BW PP=1 MB=2"]
+    assert [x for x in labels if x in wanted] == wanted
+
+
+def test_a_filter_of_passes_splits_if_it_names_a_half():
+    dag = apply(
+        chain(2), [ONE, SPLIT, Order([[{"PP": 1, "PASS": ["F", "BI"]}, half("BW", 1, "*")]])]
+    )
+    assert passes(dag, 1) == {m: ["F", "BI", "BW"] for m in range(4)}
+    assert passes(dag, 0) == {m: ["F", "B"] for m in range(4)}
+    assert (
+        apply(chain(2), [ONE, SPLIT, Order([[{"PASS": "*"}]])]).nodes
+        == apply(chain(2), [ONE, SPLIT]).nodes
+    )
+
+
+@pytest.mark.parametrize("split_first", [False, True])
+def test_b_means_both_halves(split_first):
+    """Also in an order that came before the split."""
+    orders = [
+        Order([[b(1, 0)], [f(1, 1)], [b(1, 2)]]),
+        Order([[half(p, 1, m)] for m in (0, 2) for p in ("BI", "BW")]),
+    ]
+    dag = apply(chain(2), [ONE, SPLIT, *(orders[::-1] if split_first else orders)])
+    for part in ("BI", "BW"):
+        assert before(dag, f"{part} PP=1 MB=0", "F PP=1 MB=1")
+        assert before(dag, "F PP=1 MB=1", f"{part} PP=1 MB=2")
+
+
+def test_a_split_into_microbatches_after_the_order():
+    order = Order([[{"PP": 0, "PASS": "F"}], [{"PASS": "BI"}], [{"PASS": "BW"}]])
+    dag = apply(chain(2), [ONE, order, SPLIT])
+    assert passes(dag, 1) == {m: ["F", "BI", "BW"] for m in range(4)}
+    assert all(before(dag, f"BI PP=1 MB={m}", f"BW PP=0 MB={m}") for m in range(4))
+
+
+def test_bw_before_its_bi_is_a_cycle():
+    with pytest.raises(OrderError) as caught:
+        apply(chain(2), [ONE, SPLIT, Order([[half("BW", 1, 0)], [half("BI", 1, 0)]])])
+    assert "BI PP=1 MB=0  before  BW PP=1 MB=0" in str(caught.value)
+    assert "BW PP=1 MB=0  before  BI PP=1 MB=0  (directive 2: Order(" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("filters", "missing"),
+    [
+        ([[half("BI", 1, 0)]], "BW PP=1 MB=0"),
+        ([[half("BI", 1, [0, 1])], [half("BW", 1, 0)]], "BW PP=1 MB=1"),
+        ([[half("BI", 0, 0)]], "BW PP=0 MB=0"),
+    ],
+)
+def test_bi_without_its_bw(filters, missing):
+    with pytest.raises(OrderError, match=f"directive 2 orders .*'BI'.*when '{missing}'"):
+        apply(chain(2), [ONE, SPLIT, Order(filters)])
+
+
+@pytest.mark.parametrize("rest", [half("BW", 1, 0), b(1, 0), {"PP": 1}])
+def test_bw_may_be_named_by_another_order_in_other_words(rest):
+    orders = [Order([[half("BI", 1, 0)]]), Order([[rest]])]
+    assert passes(apply(chain(2), [ONE, SPLIT, *orders]), 1)[0] == ["F", "BI", "BW"]
+
+
+def test_communication_of_halves():
+    """Sends of gradients belong to BI; a gather that an order named serves both halves, or the one that needs it."""
+    strategy = [
+        Place({"PP": 0}, [0, 1]),
+        Place({"PP": 1}, [2, 3]),
+        Replicate({}, shard_params=True),
+        SPLIT,
+    ]
+    gathers = [{"COMM": "all_gather", "PP": 1, "MB": m, "PASS": "B"} for m in range(2)]
+    first = Order([[gathers[1]], [gathers[0]]])
+    halves = Order([[half("BI", 1, "*")], [half("BW", 1, "*")]])
+    dag = apply(chain(2), [*strategy, first, halves])
+    found = {
+        (a, b) for a, b in edges(dag) if a.startswith("all_gather") and b.startswith("all_gather")
+    }
+    assert found == {
+        (f"all_gather {p} PP=1 MB=1", f"all_gather {q} PP=1 MB=0")
+        for p in ("BI", "BW")
+        for q in ("BI", "BW")
+    }
+    labels = {c.label for c in dag.comms()}
+    assert "transfer BI PP=1 MB=0" in labels
+    assert "reduce_scatter BW PP=1 MB=0" in labels
+    named = Order([[{"COMM": "transfer", "PASS": "BI", "MB": 0}], [f(1, 3)]])
+    both = Order([[half("BI", 1, 0)], *named.filters, [half("BW", 1, 0)]])
+    assert ("transfer BI PP=1 MB=0", "F PP=1 MB=3") in edges(apply(chain(2), [*strategy, both]))
 
 
 def test_unknown_microbatch_is_an_error():

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedules.unit_time import chunks
+from tests.schedules.unit_time import groups
 
 from piper.directives.place import Place
 from piper.errors import PlacementError
@@ -65,17 +65,26 @@ def test_two_way_needs_an_even_number_of_microbatches(count, nearest):
         two_way([[0], [1]], count)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
 @settings(deadline=None)
-@given(num_ranks=st.integers(1, 6), num_virtual=st.integers(1, 3))
-def test_a_schedule_orders_what_its_placement_puts_on_each_group(name, num_ranks, num_virtual):
-    schedule = SCHEDULES[name]
-    num_virtual = num_virtual if schedule.virtual_stages else 1
-    places = schedule.place([[r] for r in range(num_ranks)], num_virtual, "PP")
-    orders = schedule.order(num_ranks, num_virtual, 3, "PP", "MB")
+@given(half=st.integers(1, 4), num_virtual=st.integers(1, 3))
+def test_a_schedule_orders_what_its_placement_puts_on_each_group(name, half, num_virtual):
+    schedule, num_ranks, num_microbatches = SCHEDULES[name], 2 * half, 4 * half + 2
+    num_virtual = num_virtual if schedule.virtual_stages else schedule.stages_per_rank
+    places = schedule.place(
+        [[r] for r in range(num_ranks)], num_virtual, num_microbatches, "PP", "MB"
+    )
+    orders = schedule.order(num_ranks, num_virtual, num_microbatches, "PP", "MB")
     for rank, order in enumerate(orders):
-        placed = {place.filter["PP"] for place in places if place.devices == [rank]}
-        assert {stage for _, stage, _ in chunks(order)} == placed
+        placed = {
+            (place.filter["PP"], microbatch)
+            for place in places
+            if place.devices == [rank]
+            for microbatch in place.filter.get("MB", range(num_microbatches))
+        }
+        ordered = {(stage, m) for group in groups(order) for _, stage, m in group}
+        assert ordered == placed
+        assert any("MB" in place.filter for place in places) == schedule.places_microbatches
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def test_counts_below_one_are_refused(build, counts, bad):
 
 
 def test_registry_names():
-    assert sorted(SCHEDULES) == sorted(NAMES)
+    split = {"zb_h1", "interleaved_zero_bubble", "zbv", "dualpipe", "dualpipev"}
+    assert set(SCHEDULES) == split.union(NAMES)
     assert all(schedule.name == name for name, schedule in SCHEDULES.items())
 
 

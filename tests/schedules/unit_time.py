@@ -1,17 +1,27 @@
-"""Runs orders by data flow alone, one unit of time per chunk, independent of the planner."""
+"""Runs orders by data flow alone, in units of time, independent of the planner."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from piper.directives.order import Order
 
 Chunk = tuple[str, int, int]  # pass, stage, microbatch
+Group = Sequence[Chunk]
+
+EQUAL = {"F": 1, "BI": 1, "BW": 1, "B": 2}
+"""Durations that the papers on zero bubble draw."""
 
 
 @dataclass(frozen=True)
 class Timeline:
+    """When chunks start (in a group: when the group does) and, per rank, first start and last end."""
+
     start: dict[Chunk, int]
-    total: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def total(self) -> int:
+        return max(end for _, end in self.spans)
 
 
 class DeadlockError(Exception):
@@ -28,38 +38,73 @@ def chunks(order: Order, stage_tag: str = "PP", microbatch_tag: str = "MB") -> l
     return sequence
 
 
-def needs(chunk: Chunk, num_stages: int) -> list[Chunk]:
+def groups(order: Order, stage_tag: str = "PP", microbatch_tag: str = "MB") -> list[list[Chunk]]:
+    """The rank's sequence of groups; every filter names one chunk."""
+    return [
+        [chunk for f in group for chunk in chunks(Order([[f]]), stage_tag, microbatch_tag)]
+        for group in order.filters
+    ]
+
+
+def needs(chunk: Chunk, num_stages: int) -> list[set[Chunk]]:
+    """What must be complete before *chunk*: of each set, one."""
     pass_, stage, microbatch = chunk
     if pass_ == "F":
-        return [("F", stage - 1, microbatch)] if stage else []
-    above = [("B", stage + 1, microbatch)] if stage + 1 < num_stages else []
-    return [("F", stage, microbatch), *above]
+        return [{("F", stage - 1, microbatch)}] if stage else []
+    if pass_ == "BW":
+        return [{("BI", stage, microbatch)}]
+    above = {(half, stage + 1, microbatch) for half in ("B", "BI")}
+    return [{("F", stage, microbatch)}, *([above] if stage + 1 < num_stages else [])]
 
 
 def run(ranks: Sequence[Sequence[Chunk]], num_stages: int) -> Timeline:
-    """Each rank starts its next chunk once it is free and the data is there; transfers are free."""
+    """:func:`run_groups` of single chunks that take one unit each."""
+    return run_groups(
+        [[[chunk] for chunk in rank] for rank in ranks], num_stages, dict.fromkeys(EQUAL, 1)
+    )
+
+
+def run_groups(
+    ranks: Sequence[Sequence[Group]], num_stages: int, seconds: Mapping[str, int] = EQUAL
+) -> Timeline:
+    """Each rank starts its next group once it is free and the data of all members is there; transfers are free.
+
+    A group takes as long as its members together, and what they make is there at its end.
+    """
     start: dict[Chunk, int] = {}
+    end: dict[Chunk, int] = {}
     position, free = [0] * len(ranks), [0] * len(ranks)
-    while len(start) < sum(map(len, ranks)):
-        before = len(start)
-        for rank, sequence in enumerate(ranks):
-            while position[rank] < len(sequence):
-                chunk = sequence[position[rank]]
-                needed = needs(chunk, num_stages)
-                if any(n not in start for n in needed):
+    begin: list[int | None] = [None] * len(ranks)
+    while any(p < len(rank) for p, rank in zip(position, ranks, strict=True)):
+        before = sum(position)
+        for number, rank in enumerate(ranks):
+            while position[number] < len(rank):
+                group = rank[position[number]]
+                needed = [options for c in group for options in needs(c, num_stages)]
+                there = [end[c] for options in needed for c in options if c in end]
+                if len(there) < len(needed):
                     break
-                start[chunk] = max([free[rank], *(start[n] + 1 for n in needed)])
-                free[rank] = start[chunk] + 1
-                position[rank] += 1
-        if len(start) == before:
-            raise DeadlockError([s[p] for s, p in zip(ranks, position, strict=True) if p < len(s)])
-    return Timeline(start, max(free))
+                at = max([free[number], *there])
+                free[number] = at + sum(seconds[pass_] for pass_, _, _ in group)
+                for chunk in group:
+                    assert chunk not in end, f"{chunk} runs twice"
+                    start[chunk], end[chunk] = at, free[number]
+                begin[number] = at if begin[number] is None else begin[number]
+                position[number] += 1
+        if sum(position) == before:
+            raise DeadlockError([r[p] for r, p in zip(ranks, position, strict=True) if p < len(r)])
+    return Timeline(start, tuple(zip([b or 0 for b in begin], free, strict=True)))
+
+
+def busy(rank: Sequence[Group], seconds: Mapping[str, int] = EQUAL) -> int:
+    """How long the rank works."""
+    return sum(seconds[pass_] for group in rank for pass_, _, _ in group)
 
 
 def peak_live(sequence: Sequence[Chunk]) -> int:
-    """Most activations that the rank holds at once: made by a forward, freed by its backward."""
+    """Most activations that the rank holds at once: made by a forward, freed by its backward or the weight half of it."""
     live = peak = 0
     for pass_, _, _ in sequence:
-        live += 1 if pass_ == "F" else -1
+        live += {"F": 1, "BI": 0, "BW": -1, "B": -1}[pass_]
         peak = max(peak, live)
     return peak

@@ -217,6 +217,15 @@ def test_zero_reaches_the_strategy(write):
     assert config.strategy.directives() == expected
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("zb_h1", 2), ("zbv", 4), ("dualpipev", 4), ("dualpipe", 2)]
+)
+def test_a_schedule_knows_the_models_stages(write, schedule, stages):
+    config = load_config(write(STRATEGY.replace("1f1b", schedule)))
+    assert config.transformer().num_stages == stages
+    assert config.strategy.directives() == pipeline(schedule, [[0, 1], [2, 3]], 4)
+
+
 def test_virtual_stages_multiply_the_models_stages(write):
     text = STRATEGY.replace("1f1b", "interleaved_1f1b") + "num_virtual_stages = 2"
     config = load_config(write(text))

@@ -136,6 +136,23 @@ def check(config: ConfigPath, traceback: Traceback = False) -> None:
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="What there is: .csv or .json.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: .json or .csv.")],
+    stage_tag: Annotated[str, typer.Option(help="The tag of the model's stages.")] = "PP",
+    microbatch_tag: Annotated[
+        str, typer.Option(help="The tag that the split into microbatches gives; from .csv only.")
+    ] = "MB",
+    traceback: Traceback = False,
+) -> None:
+    """Turn a schedule of torch.distributed.pipelining (a CSV of actions) into a strategy file, or back."""
+    with _reporting(traceback):
+        from piper.cli.convert import convert as run
+
+        run(source, target, Console(), stage_tag=stage_tag, microbatch_tag=microbatch_tag)
+
+
+@app.command()
 def doctor(traceback: Traceback = False) -> None:
     """Look whether this machine is ready, and say what to do if not."""
     with _reporting(traceback):

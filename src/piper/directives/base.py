@@ -1,5 +1,6 @@
 """What a directive is: a frozen description of one rewrite of the training DAG."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -27,6 +28,12 @@ class Directive(
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
         """The rewritten DAG; only core nodes change, derived nodes are remade by the caller. *selector* finds *dag*'s nodes."""
         raise NotImplementedError
+
+    @classmethod
+    def check_together(cls, dag: Dag, given: "Sequence[tuple[int, Directive]]") -> None:
+        """Raise if *given*, all directives of this kind in a strategy with their numbers, cannot be meant so together. *dag* is
+        what the whole strategy made.
+        """
 
     def describe(self) -> str:
         """The directive as a user would write it, shortened to one line."""

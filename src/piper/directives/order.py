@@ -1,14 +1,18 @@
 """Order: what runs before what."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from piper.directives.base import Directive, directive
-from piper.errors import DirectiveError
+from piper.errors import OrderError
 from piper.ids import DeviceId, NodeId
-from piper.ir.dag import Comm, Dag, Node, OrderEdge, Pass
+from piper.ir.dag import Comm, Dag, Node, OrderEdge, Pass, Tags
+from piper.ir.derive import derive
 from piper.ir.edit import Edit, add_order
-from piper.ir.select import PASS, FilterValue, Selector
+from piper.ir.select import COMM, PASS, FilterValue, Selector
+from piper.ir.split_backward import split_backward
 from piper.ops.update import Update
+
+_HALVES = (Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
 
 
 @directive
@@ -18,6 +22,10 @@ class Order(Directive, frozen=True):
 
     Communication follows its data; a filter that names it (``{"COMM": "all_reduce"}``) orders it too.
     A filter whose pass a region does not have is empty.
+
+    Passes ``BI`` and ``BW`` split the backward of the chunks that they match: ``BI`` makes the gradients that other
+    chunks read, ``BW`` those of parameters; ``B`` means both. ``BI`` always comes first. A backward that makes only one kind is not cut:
+    it is ``BI`` or ``BW``, and the filter for the other half is empty. Where a ``BI`` is ordered, its ``BW`` must be, too.
 
     Before ``Order([[{"MB": 1, "PASS": "F"}], [{"MB": 0, "PASS": "B"}]])``, on one device::
 
@@ -30,12 +38,61 @@ class Order(Directive, frozen=True):
     filters: list[list[dict[str, FilterValue]]]
 
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
+        split = split_backward(dag, self._to_split(dag, selector))
+        if not split.remap:
+            return self._ordered(dag, number, selector)
+        dag = split.dag
+        if any(filter_.get(COMM) is not None for group in self.filters for filter_ in group):
+            dag = derive(dag)  # so that it is the halves' communication that is found
+        return Edit(self._ordered(dag, number, Selector(dag)).dag, split.remap)
+
+    def _to_split(self, dag: Dag, selector: Selector) -> set[NodeId]:
+        """The backward chunks of which a filter names a half."""
+        found: set[NodeId] = set()
+        for group in self.filters:
+            for filter_ in group:
+                if filter_.get(COMM) is None and any(_names(filter_, half) for half in _HALVES):
+                    whole = {**filter_, PASS: Pass.BACKWARD.value}
+                    nodes = (dag.nodes[n] for n in selector.find(whole))
+                    found.update(n.id for n in nodes if n.pass_ is Pass.BACKWARD and not n.derived)
+        return found
+
+    @classmethod
+    def check_together(cls, dag: Dag, given: Sequence[tuple[int, Directive]]) -> None:
+        """Raise :class:`OrderError` for a ``BI`` that is ordered though its ``BW`` is not."""
+        filters = [
+            (number, filter_)
+            for number, order in given
+            if isinstance(order, Order)
+            for group in order.filters
+            for filter_ in group
+            if filter_.get(COMM) is None
+        ]
+        if not any(_names(filter_, Pass.BACKWARD_INPUT) for _, filter_ in filters):
+            return
+        selector = Selector(dag)
+        ordered = {node for _, filter_ in filters for node in selector.find(filter_)}
+        seconds: dict[Tags, list[Node]] = {}
+        for chunk in dag.chunks():
+            if chunk.pass_ is Pass.BACKWARD_WEIGHT and not chunk.derived:
+                seconds.setdefault(chunk.tags, []).append(chunk)
+        for number, filter_ in filters:
+            if not _names(filter_, Pass.BACKWARD_INPUT):
+                continue
+            for node in selector.find({**filter_, PASS: Pass.BACKWARD.value}):
+                for second in seconds.get(dag.nodes[node].tags, ()):
+                    if second.id not in ordered:
+                        raise OrderError(
+                            f"directive {number} orders {filter_}, but no Order of the strategy says when {second.label!r}, the other "
+                            "half of that backward, runs; add it after its BI, or order PASS 'B' whole"
+                        )
+
+    def _ordered(self, dag: Dag, number: int, selector: Selector) -> Edit:
         last: dict[DeviceId | None, list[NodeId]] = {}
         edges: dict[tuple[NodeId, NodeId], None] = {}
         for group in self.filters:
             current: dict[DeviceId | None, dict[NodeId, None]] = {}
             for filter_ in group:
-                _refuse_halves(filter_)
                 for node in selector.find(filter_, _orderable):
                     for device in dag.nodes[node].participants or (None,):
                         current.setdefault(device, {})[node] = None
@@ -64,10 +121,7 @@ def _ends(dag: Dag, nodes: Iterable[NodeId]) -> tuple[list[NodeId], list[NodeId]
     return first, final
 
 
-def _refuse_halves(filter_: dict[str, FilterValue]) -> None:
+def _names(filter_: dict[str, FilterValue], pass_: Pass) -> bool:
+    """Whether a filter names *pass_* itself."""
     value = filter_.get(PASS)
-    words = value if isinstance(value, (list, tuple)) else [value]
-    if Pass.BACKWARD_INPUT.value in words or Pass.BACKWARD_WEIGHT.value in words:
-        raise DirectiveError(
-            f"filter {filter_} orders half a backward; splitting the backward is not available yet: use PASS 'B'"
-        )
+    return pass_.value in (value if isinstance(value, (list, tuple)) else [value])

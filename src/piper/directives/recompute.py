@@ -8,6 +8,7 @@ from piper.ir.dag import Dag
 from piper.ir.edit import Edit
 from piper.ir.recompute import forward_operators, recompute
 from piper.ir.select import FilterValue, Selector
+from piper.ir.split_backward import join_halves, split_again
 
 _ATTENTION = "_scaled_dot_product_"
 
@@ -63,7 +64,11 @@ class Recompute(Directive, frozen=True):
                     "make the filters disjoint"
                 )
         regions = {chunk.tags for chunk in matched}
-        return recompute(dag, regions, number, self._operators(forward_operators(dag, regions)))
+        save = self._operators(forward_operators(dag, regions))
+        # What both halves of a split backward need is to be computed once.
+        whole, halves = join_halves(dag, regions)
+        edit = recompute(whole, regions, number, save)
+        return Edit(split_again(edit.dag, halves), edit.remap)
 
     def _operators(self, known: frozenset[str]) -> set[str]:
         """The operators that ``save`` names, of those that the matched forwards call."""

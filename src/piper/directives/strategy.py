@@ -9,6 +9,7 @@ from typing import TypeAlias
 import msgspec
 
 from piper.directives.base import DIRECTIVES, Directive
+from piper.directives.published import in_our_form
 from piper.errors import PiperError, StrategyFileError, nearest
 from piper.ir.check import check_dag
 from piper.ir.dag import Dag
@@ -31,6 +32,11 @@ def apply(dag: Dag, strategy: Strategy) -> Dag:
         dag = derive(dag)
         for _, run in groupby(enumerate(strategy, start), key=lambda item: type(item[1])):
             dag = _apply_run(dag, list(run))
+        kinds: dict[type[Directive], list[tuple[int, Directive]]] = {}
+        for number, directive in enumerate(strategy, start):
+            kinds.setdefault(type(directive), []).append((number, directive))
+        for kind, given in kinds.items():
+            kind.check_together(dag, given)
     return dag
 
 
@@ -61,9 +67,10 @@ def dump_strategy(strategy: Strategy, path: str | Path) -> None:
 
 
 def load_strategy(path: str | Path) -> list[Directive]:
-    """Read a strategy file.
+    """Read a strategy file: ours, or one of the system that the paper published (:mod:`piper.directives.published`).
 
-    Raises :class:`StrategyFileError` with the path inside the file for a malformed file, an unknown directive or field.
+    Raises :class:`StrategyFileError` with the path inside the file for a malformed file, an unknown directive, field or
+    pass. Whether a tag exists depends on the model: :func:`apply` says.
     """
     try:
         text = Path(path).read_bytes()
@@ -89,6 +96,7 @@ def _directive(item: dict[str, object], where: str) -> Directive:
         cls = DIRECTIVES[op]
     except StrategyFileError as error:
         raise StrategyFileError(f"{where}.op: {error}") from error
+    item = in_our_form(item, where)
     known = [field.encode_name for field in msgspec.structs.fields(cls)]
     for name in item:
         if name != "op" and name not in known:

@@ -110,6 +110,8 @@ def _picture(dag: Dag, cycle: Sequence[NodeId]) -> str:
     for before, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         number = orders.get((before, after))
         reason = "data" if number is None else _directive(dag, number)
+        if number == -1:
+            reason = "the halves of one backward"
         rows.append((dag.nodes[before].label, dag.nodes[after].label, reason))
     width = max(len(before) for before, _, _ in rows)
     width2 = max(len(after) for _, after, _ in rows)

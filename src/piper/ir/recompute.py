@@ -10,27 +10,19 @@ Regions that are alike but for their values (the microbatches of one region) sha
 by their first occurrence in the region.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from msgspec.structs import replace as replace_struct
 
 from piper.ids import BodyId, NodeId, ValueId
 from piper.ir import body as ir
-from piper.ir.body import Arg, Body, Ref, TensorSpec, body_id, call_refs
+from piper.ir.body import Body, TensorSpec, body_id, call_refs
 from piper.ir.core import core_chunks
 from piper.ir.dag import Chunk, Dag, Node, Pass, Role, Tags, Value
 from piper.ir.edit import Edit
+from piper.ir.parts import GETITEM, Local, Part, Reference, assemble, slice_calls, spec_of, whole
 from piper.ops.compute import Call
-
-GETITEM = "operator.getitem"
-
-Reference: TypeAlias = int
-"""Into a body: below the number of inputs an input, else a call."""
-
-Local: TypeAlias = int
-"""A value, numbered by its first occurrence in the region."""
 
 
 def recompute(dag: Dag, regions: Collection[Tags], number: int, save: Collection[str]) -> Edit:
@@ -187,7 +179,7 @@ class _Rewriter:
 
     def _backward(self, code: _Code) -> _Code:
         """*code* with the recomputation in front."""
-        parts: list[_Part] = []
+        parts: list[Part] = []
         read: set[Local] = set()
         recomputed = set(code.inputs) - self._region.losses  # a loss is a number, kept anyway
         # From the last forward chunk to the first: what the recomputation of one reads of another is kept.
@@ -200,16 +192,16 @@ class _Rewriter:
             }
             if not makes:
                 continue
-            calls, refs = _slice(body, makes.values(), saved)
+            calls, refs = slice_calls(body, makes.values(), saved)
             reads = {ref: self._value(forward, ref) for ref in refs}
             read.update(reads.values())
-            parts.append(_Part(body, forward.rng, calls, reads, makes))
+            parts.append(Part(body, forward.rng, calls, reads, makes))
         if not parts:
             return code
-        own = _whole(self._bodies[code.body], code)
+        own = whole(self._bodies[code.body], code.inputs, code.outputs, code.rng)
         return self._assembled([*self._after_loss(code, parts), *parts[::-1], own], code.outputs)
 
-    def _after_loss(self, code: _Code, parts: Sequence["_Part"]) -> Iterator["_Part"]:
+    def _after_loss(self, code: _Code, parts: Sequence[Part]) -> Iterator[Part]:
         """A part that only reads the loss, if *code* begins the backward and reads nothing else that the forward made.
 
         Else nothing would keep the backward, and its recomputation, from running before the forward.
@@ -223,7 +215,7 @@ class _Rewriter:
                 if read.isdisjoint(forward.outputs):
                     body = self._bodies[forward.body]
                     ref = body.outputs[forward.outputs.index(loss)]
-                    yield _Part(body, forward.rng, (), {ref: loss}, {})
+                    yield Part(body, forward.rng, (), {ref: loss}, {})
 
     def _forward(self) -> tuple[_Code, ...]:
         """The forward chunks, making what is still read."""
@@ -237,9 +229,9 @@ class _Rewriter:
             makes = {value: ref for value, ref in made.items() if value in needed}
             new = code
             if tuple(makes) != code.outputs:
-                calls, refs = _slice(body, makes.values(), ())
+                calls, refs = slice_calls(body, makes.values(), ())
                 reads = {ref: code.inputs[ref] for ref in refs}
-                part = _Part(body, code.rng, calls, reads, makes)
+                part = Part(body, code.rng, calls, reads, makes)
                 new = self._assembled([part], tuple(makes))
             needed.update(new.inputs)
             codes.append(new)
@@ -254,80 +246,14 @@ class _Rewriter:
             return code.outputs[body.outputs.index(ref)]
         if (code, ref) not in self._kept:
             self._kept[code, ref] = self._region.num_values + len(self.fresh)
-            self.fresh.append(_spec(body, ref))
+            self.fresh.append(spec_of(body, ref))
         return self._kept[code, ref]
 
-    def _assembled(self, parts: Sequence["_Part"], outputs: tuple[Local, ...]) -> _Code:
-        body, inputs, rng = _assemble(parts, outputs)
+    def _assembled(self, parts: Sequence[Part], outputs: tuple[Local, ...]) -> _Code:
+        body, inputs, rng = assemble(parts, outputs)
         identity = body_id(body)
         self._bodies[identity] = body
         return _Code(identity, inputs, outputs, rng)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some calls of a body, in order. ``rng`` has the ordinals of the whole body's random calls. ``reads`` says which values the
-    references are that the calls do not make; ``makes`` which references the values are that others read.
-    """
-
-    body: Body
-    rng: tuple[int, ...]
-    calls: Sequence[int]
-    reads: Mapping[Reference, Local]
-    makes: Mapping[Local, Reference]
-
-
-def _whole(body: Body, code: _Code) -> _Part:
-    makes = dict(zip(code.outputs, body.outputs, strict=True))
-    return _Part(body, code.rng, range(len(body.calls)), dict(enumerate(code.inputs)), makes)
-
-
-def _assemble(
-    parts: Sequence[_Part], outputs: Iterable[Local]
-) -> tuple[Body, tuple[Local, ...], tuple[int, ...]]:
-    """One body that runs *parts* in turn and returns *outputs*; the values that it reads; its random calls' ordinals."""
-    made = {value for part in parts for value in part.makes}
-    specs: dict[Local, TensorSpec] = {}
-    for part in reversed(parts):
-        for ref, value in part.reads.items():
-            if value not in made:
-                specs.setdefault(value, _spec(part.body, ref))
-    where: dict[Local, Reference] = {value: i for i, value in enumerate(specs)}
-    calls: list[ir.Call] = []
-    rng: list[int] = []
-    for part in parts:
-        refs = {ref: where[value] for ref, value in part.reads.items()}
-        for position in part.calls:
-            call = part.body.calls[position]
-            refs[len(part.body.inputs) + position] = len(specs) + len(calls)
-            slot = None
-            if call.rng is not None:
-                slot = len(rng)
-                rng.append(part.rng[call.rng])
-            calls.append(_renamed(call, refs, slot))
-        where.update({value: refs[ref] for value, ref in part.makes.items()})
-    body = Body(
-        tuple(specs.values()), tuple(calls), tuple(where[v] for v in outputs), num_rngs=len(rng)
-    )
-    return body, tuple(specs), tuple(rng)
-
-
-def _slice(
-    body: Body, wanted: Iterable[Reference], stop: Collection[Reference]
-) -> tuple[list[int], list[Reference]]:
-    """The calls that *wanted* depend on, and the references where the search ended: inputs and those of *stop*."""
-    calls: set[int] = set()
-    ends: set[Reference] = set()
-    waiting = list(wanted)
-    while waiting:
-        ref = waiting.pop()
-        position = ref - len(body.inputs)
-        if position < 0 or ref in stop:
-            ends.add(ref)
-        elif position not in calls:
-            calls.add(position)
-            waiting.extend(call_refs(body.calls[position]))
-    return sorted(calls), sorted(ends)
 
 
 def _results_of(body: Body, operators: frozenset[str]) -> frozenset[Reference]:
@@ -346,28 +272,3 @@ def _results_of(body: Body, operators: frozenset[str]) -> frozenset[Reference]:
         if operator_name(maker) in operators and call.results[0] is not None:
             found.add(ref)
     return frozenset(found - several)
-
-
-def _spec(body: Body, ref: Reference) -> TensorSpec:
-    if ref < len(body.inputs):
-        return body.inputs[ref]
-    (spec,) = body.calls[ref - len(body.inputs)].results
-    assert spec is not None, f"reference {ref} is not a tensor"
-    return spec
-
-
-def _renamed(call: ir.Call, refs: Mapping[Reference, Reference], slot: int | None) -> ir.Call:
-    return replace_struct(
-        call,
-        args=tuple(_renamed_argument(arg, refs) for arg in call.args),
-        kwargs=tuple((name, _renamed_argument(arg, refs)) for name, arg in call.kwargs),
-        rng=slot,
-    )
-
-
-def _renamed_argument(arg: Arg, refs: Mapping[Reference, Reference]) -> Arg:
-    if isinstance(arg, Ref):
-        return Ref(refs[arg.index])
-    if isinstance(arg, ir.Sequence):
-        return ir.Sequence(tuple(_renamed_argument(item, refs) for item in arg.items))
-    return arg

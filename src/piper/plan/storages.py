@@ -5,57 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from piper.ir.body import Body, Call, call_refs
-
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "_conj",
-        "_neg_view",
-        "_reshape_alias",
-        "_unsafe_view",
-        "adjoint",
-        "alias",
-        "as_strided",
-        "chunk",
-        "contiguous",
-        "detach",
-        "diagonal",
-        "expand",
-        "expand_as",
-        "flatten",
-        "imag",
-        "lift_fresh",
-        "mT",
-        "movedim",
-        "narrow",
-        "numpy_T",
-        "permute",
-        "real",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "swapaxes",
-        "t",
-        "tensor_split",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unfold",
-        "unsafe_chunk",
-        "unsafe_split",
-        "unsafe_split_with_sizes",
-        "unsqueeze",
-        "view",
-        "view_as",
-        "view_as_complex",
-        "view_as_real",
-    ]
-)
-"""Operators whose results share memory with their first argument. ``reshape`` is one: in the graph that was captured every
-reshape was a view; it copies only where a tensor that had other strides there was received."""
+from piper.ir.views import VIEWS
 
 GETITEM = "operator.getitem"
 

@@ -13,7 +13,7 @@ from piper.registry import Registry
 
 
 class Step(NamedTuple):
-    """One stage's work on one microbatch, forward or backward."""
+    """One stage's work on one microbatch: forward, backward, or one half of a split backward."""
 
     pass_: Pass
     stage: int
@@ -28,6 +28,16 @@ def forward(stage: int, microbatch: int) -> Step:
 def backward(stage: int, microbatch: int) -> Step:
     """The backward of *stage* on *microbatch*."""
     return Step(Pass.BACKWARD, stage, microbatch)
+
+
+def backward_input(stage: int, microbatch: int) -> Step:
+    """The half of that backward which makes the gradient for the stage before."""
+    return Step(Pass.BACKWARD_INPUT, stage, microbatch)
+
+
+def backward_weight(stage: int, microbatch: int) -> Step:
+    """The half of that backward which makes the gradients of the stage's parameters."""
+    return Step(Pass.BACKWARD_WEIGHT, stage, microbatch)
 
 
 def warm_up_then_alternate(
@@ -51,6 +61,16 @@ def order_ranks(
 
     Raises :class:`~piper.errors.ScheduleError` when the two tags are equal or reserved.
     """
+    return order_groups(([[step] for step in rank] for rank in ranks), stage_tag, microbatch_tag)
+
+
+def order_groups(
+    ranks: Iterable[Iterable[Sequence[Step]]], stage_tag: str, microbatch_tag: str
+) -> list[Order]:
+    """One :class:`Order` per rank: a sequence of groups; the steps of one group may overlap.
+
+    Raises as :func:`order_ranks`.
+    """
     if len({stage_tag, microbatch_tag, PASS, COMM}) < 4:
         raise ScheduleError(
             f"stage_tag={stage_tag!r} and microbatch_tag={microbatch_tag!r} must differ from each "
@@ -59,8 +79,11 @@ def order_ranks(
     return [
         Order(
             filters=[
-                [{stage_tag: step.stage, microbatch_tag: step.microbatch, PASS: step.pass_.value}]
-                for step in rank
+                [
+                    {stage_tag: step.stage, microbatch_tag: step.microbatch, PASS: step.pass_.value}
+                    for step in group
+                ]
+                for group in rank
             ]
         )
         for rank in ranks
@@ -78,15 +101,19 @@ def require_positive(schedule: str, **counts: int) -> None:
 class Schedule:
     """A schedule as strategies and config files see it: by name, over a list of device groups.
 
-    ``place(groups, num_virtual_stages, stage_tag)`` puts the stages where ``order(num_ranks,
-    num_virtual_stages, num_microbatches, stage_tag, microbatch_tag)`` assumes them. There are as
-    many ranks as groups; ``num_virtual_stages`` counts per rank, and ``virtual_stages`` says
-    whether it may be more than 1.
+    ``place(groups, num_virtual_stages, num_microbatches, stage_tag, microbatch_tag)`` puts the
+    stages where ``order(num_ranks, num_virtual_stages, num_microbatches, stage_tag,
+    microbatch_tag)`` assumes them. There are as many ranks as groups. ``num_virtual_stages`` is the
+    number of stages divided by the number of ranks: any number if ``virtual_stages``, else
+    ``stages_per_rank``. ``places_microbatches``: the placement depends on the microbatch, so that it
+    must come after the ``Split``.
     """
 
     name: str
     virtual_stages: bool
-    place: Callable[[Sequence[Sequence[int]], int, str], list[Place]]
+    stages_per_rank: int = 1
+    places_microbatches: bool = False
+    place: Callable[[Sequence[Sequence[int]], int, int, str, str], list[Place]]
     order: Callable[[int, int, int, str, str], list[Order]]
 
 

@@ -41,7 +41,9 @@ SCHEDULES.add(
     Schedule(
         name="gpipe",
         virtual_stages=False,
-        place=lambda groups, _virtual, stage_tag: chain(groups, stage_tag=stage_tag),
+        place=lambda groups, _virtual, _microbatches, stage_tag, _tag: chain(
+            groups, stage_tag=stage_tag
+        ),
         order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: gpipe(
             ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
         ),

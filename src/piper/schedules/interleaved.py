@@ -52,7 +52,7 @@ def interleaved_one_f_one_b(
         num_virtual_stages=num_virtual_stages,
         num_microbatches=num_microbatches,
     )
-    rounds = list(_rounds(num_ranks, num_microbatches))
+    rounds = list(rounds_of(num_ranks, num_microbatches))
     ranks = (
         _rank(range(rank, num_ranks * num_virtual_stages, num_ranks), num_ranks - 1 - rank, rounds)
         for rank in range(num_ranks)
@@ -60,7 +60,7 @@ def interleaved_one_f_one_b(
     return order_ranks(ranks, stage_tag, microbatch_tag)
 
 
-def _rounds(num_ranks: int, num_microbatches: int) -> Iterator[range]:
+def rounds_of(num_ranks: int, num_microbatches: int) -> Iterator[range]:
     """Rounds of at least *num_ranks* microbatches (one round of fewer if need be), larger first."""
     count = max(1, num_microbatches // num_ranks)
     size, larger = divmod(num_microbatches, count)
@@ -84,7 +84,9 @@ SCHEDULES.add(
     Schedule(
         name="interleaved_1f1b",
         virtual_stages=True,
-        place=lambda groups, virtual, stage_tag: looped(groups, virtual, stage_tag=stage_tag),
+        place=lambda groups, virtual, _microbatches, stage_tag, _tag: looped(
+            groups, virtual, stage_tag=stage_tag
+        ),
         order=lambda ranks, virtual, microbatches, stage_tag, microbatch_tag: (
             interleaved_one_f_one_b(
                 ranks, virtual, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag

@@ -62,7 +62,9 @@ SCHEDULES.add(
     Schedule(
         name="looped_bfs",
         virtual_stages=True,
-        place=lambda groups, virtual, stage_tag: looped(groups, virtual, stage_tag=stage_tag),
+        place=lambda groups, virtual, _microbatches, stage_tag, _tag: looped(
+            groups, virtual, stage_tag=stage_tag
+        ),
         order=lambda ranks, virtual, microbatches, stage_tag, microbatch_tag: looped_bfs(
             ranks, virtual, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
         ),

@@ -18,7 +18,7 @@ import torch
 from msgspec import Meta, inspect
 from msgspec.structs import replace
 
-from piper.api.strategies import pipeline
+from piper.api.strategies import pipeline, stages_per_group
 from piper.backends import Backend, make_backend
 from piper.directives.base import Directive
 from piper.directives.strategy import load_strategy
@@ -101,7 +101,7 @@ class StrategySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             self.schedule,
             self.groups,
             self.num_microbatches,
-            num_virtual_stages=self.num_virtual_stages or 1,
+            num_virtual_stages=self.num_virtual_stages,
             zero=self.zero or 0,
             bucket_size=self.bucket_size,
         )
@@ -243,9 +243,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Pipeline stages of the model: as given, else as many as the groups hold, else one."""
         if self.model.num_stages is not None:
             return self.model.num_stages
-        if self.strategy.groups is None:
+        strategy = self.strategy
+        if strategy.groups is None or strategy.schedule is None:
             return 1
-        return len(self.strategy.groups) * (self.strategy.num_virtual_stages or 1)
+        return len(strategy.groups) * stages_per_group(
+            strategy.schedule, strategy.num_virtual_stages
+        )
 
     def transformer(self) -> TransformerConfig:
         """The model's sizes; vocabulary, context and stages follow from the other sections.
@@ -301,13 +304,13 @@ def load_config(path: str | Path) -> RunConfig:
     _check_train(path, config.train)
     config = _relative_to(path.parent, config)
     try:
-        config.transformer()
-    except ConfigError as error:
-        raise ConfigError(f"{path}: [model]: {error}") from error
-    try:
         config.strategy.directives()
     except PiperError as error:
         raise ConfigError(f"{path}: [strategy]: {error}") from error
+    try:
+        config.transformer()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: [model]: {error}") from error
     return config
 
 

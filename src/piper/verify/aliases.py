@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 from piper.ids import BodyId, Slot
 from piper.ir.body import Body, call_refs
+from piper.ir.views import VIEWS as TENSOR_VIEWS
 from piper.ops.compute import Compute
-from piper.plan import storages
 from piper.verify.trace import Trace
 
-VIEWS = storages.VIEWS | {"operator"}
+VIEWS = TENSOR_VIEWS | {"operator"}
 """Operators whose results may share memory with their first argument; ``operator``: ``operator.getitem``."""
 
 
