@@ -18,6 +18,7 @@ from piper.models.transformer import Transformer, transformer_loss
 from piper.ops.base import Instruction
 from piper.ops.compute import Compute
 from piper.ops.update import OptimizerStep
+from piper.plan.account import OptimizerBytes, account, adam_bytes, gloo_frame
 from piper.plan.codec import save_plan
 from piper.plan.memory import Category, DeviceMemory
 from piper.plan.model import DevicePlan, Plan
@@ -25,7 +26,6 @@ from piper.plan.text import plan_text
 from piper.planner.estimate import Rates, node_seconds
 from piper.runtime.batch import Batch
 from piper.runtime.state import OptimizerSpec
-from piper.simulate.memory import OptimizerBytes, account, adam_bytes, gloo_frame
 from piper.simulate.playback import Durations, Timeline, play
 from piper.training.config import OptimizerSection, RunConfig, SGDSection, load_config
 from piper.training.model import make_model, make_skeleton

@@ -7,9 +7,9 @@ the parameter or buffer itself. Every other write makes a new tensor.
 from collections.abc import Mapping
 
 from piper.ids import BodyId, Slot
+from piper.ir import storages
 from piper.ir.body import Body, call_refs
 from piper.ops.compute import Compute
-from piper.plan import storages
 from piper.verify.trace import Trace
 
 VIEWS = storages.VIEWS | {"operator"}

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from piper.ids import BodyId, EventId, Slot, Stream
+from piper.ir.storages import Given, Memory, output_memory
 from piper.ops.accumulate import Accumulate
 from piper.ops.all_gather import AllGatherBucket, RefreshBucket
 from piper.ops.base import Instruction, Message, shard_length
@@ -23,7 +24,6 @@ from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.memory import Category, DeviceMemory, Recorder, category_of, is_state
 from piper.plan.model import DevicePlan, Plan
-from piper.plan.storages import Given, Memory, output_memory
 
 __all__ = ["Category", "DeviceMemory", "account", "adam_bytes", "gloo_frame"]
 
