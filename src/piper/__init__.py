@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from piper.api.compile import compile  # noqa: A004  (users write piper.compile)
     from piper.api.trainer import Trainer, TrainResult
     from piper.capture import annotate, annotate_module, capture
+    from piper.directives.offload import Offload
     from piper.directives.order import Order
     from piper.directives.place import Place
     from piper.directives.recompute import Recompute
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckReport",
+    "Offload",
     "Order",
     "PiperError",
     "Place",
@@ -60,6 +62,7 @@ __all__ = [
 
 _HOMES = {
     "CheckReport": "piper.api.check",
+    "Offload": "piper.directives.offload",
     "Order": "piper.directives.order",
     "PiperError": "piper.errors",
     "Place": "piper.directives.place",

@@ -52,6 +52,10 @@ class PlanError(PiperError):
     """A plan file is malformed or from another version."""
 
 
+class MemoryBudgetError(PiperError):
+    """A device needs more memory for a step than it may use."""
+
+
 class VerificationError(PiperError):
     """A plan violates an invariant and must not be run."""
 

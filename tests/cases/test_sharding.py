@@ -25,7 +25,6 @@ from piper.ops.compute import Compute
 from piper.ops.reduce_scatter import ReduceScatterBucket
 from piper.ops.update import OptimizerStep
 from piper.plan.model import Plan
-from piper.planner import GATHER_BYTES
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -244,7 +243,22 @@ def test_gathers_follow_the_order_and_memory_does_not_grow(schedule, microbatche
             assert MATRIX <= max(found) <= ahead + MATRIX
             assert found[-1] == 0
             assert gathers(plan, device.device) == needed(plan, device.device)
-    assert ahead + MATRIX < GATHER_BYTES
+
+
+@pytest.mark.parametrize("microbatches", [2, 16])
+def test_by_default_what_two_chunks_need_is_there(microbatches):
+    """Not the whole model, however small it is: of two stages and more, the current one's and the next one's."""
+    strategy = [
+        *[piper.Place({"PP": s}, [0, 1]) for s in range(4)],
+        piper.Replicate({}, shard_params=True),
+        piper.Split({}, num_microbatches=microbatches),
+    ]
+    batch = (randn(4 * microbatches, 4), randn(4 * microbatches, 4, seed=1))
+    plan = piper.plan(piper.apply(piper.capture(Deep().double(), mse, batch), strategy))
+    for device in plan.devices:
+        found = gathered_bytes(plan, device.device)
+        assert max(found) == 2 * MATRIX
+        assert found[-1] == 0
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs"])

@@ -6,6 +6,7 @@ import pytest
 from tests.support.synthetic import chain
 
 from piper.directives.base import DIRECTIVES
+from piper.directives.offload import Offload
 from piper.directives.order import Order
 from piper.directives.place import Place
 from piper.directives.recompute import Recompute
@@ -24,6 +25,8 @@ STRATEGY = [
     Split({"PP": "*"}, "SUB", 2),
     Recompute({"PP": 0}),
     Recompute({"PP": [1, 2]}, save=["mm", "matmul"]),
+    Offload({"PP": 0}),
+    Offload({"PP": 1}, stream="host"),
     Order([[{"PP": 0, "MB": 0, "PASS": "F"}], [], [{"COMM": "all_reduce"}, {"PASS": ["F", "B"]}]]),
     *interleaved_one_f_one_b(2, 2, 4),
 ]

@@ -1,10 +1,12 @@
 """compile: from a model and a strategy to a trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from piper.api.capture_check import check_capture
+from piper.api.memory import frame_bytes, make_limits, optimizer_bytes
 from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.trainer import Trainer
 from piper.backends import make_backend
@@ -32,6 +34,10 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     batch_dims: Mapping[str, int | None] | None = None,
     init: Weights | None = None,
     verify_capture: bool = True,
+    memory_budget: int | str | None = None,
+    receive_bytes: int | str | None = None,
+    gather_bytes: int | str | None = None,
+    fetch_bytes: int | str | None = None,
 ) -> Trainer:
     """Capture, plan and verify a training step, then start workers for it.
 
@@ -46,19 +52,29 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     model on the meta device: a mapping, or a function from names to one. ``verify_capture`` compares one
     microbatch's loss and gradients with eager PyTorch first (skipped on the meta device).
 
+    ``memory_budget`` (bytes, or a text such as ``"512MiB"``) bounds the planned peak of every device, optimizer state included, and of every
+    plan that the trainer makes; ``receive_bytes``, ``gather_bytes`` and ``fetch_bytes`` bound what a device receives, gathers of sharded
+    parameters, and brings back from host memory before it is needed. See :func:`piper.plan`.
+
     Everything that can be refused is refused here, before any worker starts: :class:`CaptureError`,
-    :class:`FilterError`, :class:`DirectiveError` and its subclasses, :class:`VerificationError`, :class:`ConfigError`.
+    :class:`FilterError`, :class:`DirectiveError` and its subclasses, :class:`VerificationError`, :class:`ConfigError`,
+    :class:`MemoryBudgetError`.
     """
     clip = make_clip(max_grad_norm, norm_type)
-    programs = Programs(model, loss_fn, strategy, batch_dims, clip)
-    program = programs.training(example_batch)
-    weights = init if init is not None else _weights(model)
-    if verify_capture and not _on_meta(model):
-        check_capture(model, loss_fn, program, example_batch, seed)
+    limits = make_limits(memory_budget, receive_bytes, gather_bytes, fetch_bytes)
     spec = None
     if optimizer is not None:
         groups = None if param_groups is None else tuple(param_groups)
         spec = OptimizerSpec(build=optimizer, param_groups=groups, lr_schedule=lr_schedule)
+    if limits.budget is not None:
+        limits = replace(
+            limits, optimizer_bytes=optimizer_bytes(spec), frame_bytes=frame_bytes(backend)
+        )
+    programs = Programs(model, loss_fn, strategy, batch_dims, clip, limits)
+    program = programs.training(example_batch)
+    weights = init if init is not None else _weights(model)
+    if verify_capture and not _on_meta(model):
+        check_capture(model, loss_fn, program, example_batch, seed)
     chosen = make_backend(backend) if isinstance(backend, str) else backend
     return Trainer(programs, program, chosen, weights, spec, seed)
 

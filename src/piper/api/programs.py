@@ -17,7 +17,8 @@ from piper.ir.dag import Clip, Dag, GradientUse
 from piper.ir.edit import use_gradients
 from piper.ops.grad_norm import Norm
 from piper.plan.model import Plan
-from piper.planner import microbatch_size, plan, violated_guard
+from piper.planner import microbatch_size, plan_with, violated_guard
+from piper.planner.budget import Limits
 from piper.runtime.batch import Batch, Signature, signature
 from piper.verify import verify
 
@@ -42,7 +43,7 @@ class Programs:
 
     ``batch_dims`` is that of :func:`piper.capture`. A model whose graph does not hold for the strategy's microbatch
     size is captured again at that size. So is one whose modules have changed between training and evaluation mode, or
-    some of whose parameters were frozen. ``clip`` is that of every training step.
+    some of whose parameters were frozen. ``clip`` is that of every training step, ``limits`` those of every plan.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Programs:
         strategy: Sequence[Directive],
         batch_dims: Mapping[str, int | None] | None = None,
         clip: Clip | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        self.clip = clip
+        self.clip, self.limits = clip, limits or Limits()
         self.model, self.loss_fn, self.batch_dims = model, loss_fn, batch_dims
         self.strategy = tuple(strategy)
         self._made: dict[tuple[object, ...], Program] = {}
@@ -76,7 +78,7 @@ class Programs:
         alike = (mode, found, _flags(self.model))
         if (alike, use) not in self._made:
             captured, dag = self._apply(alike, batch, strategy, use, grad=mode == "train")
-            planned = plan(dag)
+            planned = plan_with(dag, self.limits)
             verify(planned)
             key = f"{mode}-{len(self._made)}"
             self._made[alike, use] = Program(key, planned, found, captured)

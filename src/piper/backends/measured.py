@@ -1,13 +1,14 @@
 """Measure how much memory a plan uses, by running it on threads of this process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from piper.backends.inprocess import InProcessBackend
 from piper.devices.cpu import CpuDevice
-from piper.ids import DeviceId
-from piper.ops.base import Communicator, CommunicatorId
+from piper.devices.host import HostTensor
+from piper.ids import DeviceId, Stream
+from piper.ops.base import Communicator, CommunicatorId, Handle, Tensor
 from piper.plan.memory import DeviceMemory
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch, signature
@@ -15,6 +16,40 @@ from piper.runtime.measure import MeasuringWorker
 from piper.runtime.state import OptimizerSpec, Weights
 
 KEY = "measured"
+
+
+class _Unseen:
+    """A copy that nobody sees to be complete before waiting for it, so that chance plays no part; *kept* is kept until then."""
+
+    def __init__(self, handle: Handle, kept: Sequence[Tensor]) -> None:
+        self._handle, self._kept = handle, kept
+
+    def wait(self) -> None:
+        """See :class:`~piper.ops.base.Handle`."""
+        self._handle.wait()
+        self._kept = ()
+
+    def done(self) -> bool:
+        """Never."""
+        return False
+
+
+class MeasuredCpu(CpuDevice):
+    """A CPU whose copies from the host hold the host's memory until they are waited for."""
+
+    def to_host(
+        self, tensors: Sequence[Tensor], stream: Stream
+    ) -> tuple[Sequence[HostTensor], Handle]:
+        """See :class:`~piper.ops.base.Device`."""
+        copies, handle = super().to_host(tensors, stream)
+        return copies, _Unseen(handle, ())
+
+    def from_host(
+        self, copies: Sequence[Tensor], stream: Stream
+    ) -> tuple[Sequence[torch.Tensor], Handle]:
+        """See :class:`~piper.ops.base.Device`."""
+        tensors, handle = super().from_host(copies, stream)
+        return tensors, _Unseen(handle, tuple(copies))
 
 
 class MeasuredBackend(InProcessBackend):
@@ -29,7 +64,7 @@ class MeasuredBackend(InProcessBackend):
         def communicator(name: CommunicatorId, members: tuple[DeviceId, ...]) -> Communicator:
             return self._hub.communicator(name, members, DeviceId(rank))
 
-        return MeasuringWorker(rank, num_devices, CpuDevice, communicator)
+        return MeasuringWorker(rank, num_devices, MeasuredCpu, communicator)
 
 
 def measure(

@@ -109,6 +109,13 @@ def plan(
             "--measure", help="Run two steps in this process, and show the memory that they take."
         ),
     ] = False,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What any device may need at most, such as 512MiB; in place of the configuration's.",
+        ),
+    ] = None,
     traceback: Traceback = False,
 ) -> None:
     """Show what every device will do and how much memory it needs. Nothing is run, unless it is to be measured."""
@@ -122,6 +129,7 @@ def plan(
             text=text,
             save=save,
             measured=measure,
+            memory_budget=memory_budget,
         )
 
 

@@ -1,15 +1,18 @@
 """``piper plan``: what every device will do, as a picture and a table."""
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from piper.api.memory import frame_bytes
 from piper.api.programs import Program, Programs, make_clip, model_tensors
 from piper.backends.measured import measure
 from piper.ids import DeviceId, Stream
@@ -18,14 +21,15 @@ from piper.models.transformer import Transformer, transformer_loss
 from piper.ops.base import Instruction
 from piper.ops.compute import Compute
 from piper.ops.update import OptimizerStep
+from piper.plan.account import OptimizerBytes, account, adam_bytes
 from piper.plan.codec import save_plan
 from piper.plan.memory import Category, DeviceMemory
 from piper.plan.model import DevicePlan, Plan
 from piper.plan.text import plan_text
+from piper.planner.budget import to_bytes
 from piper.planner.estimate import Rates, node_seconds
 from piper.runtime.batch import Batch
 from piper.runtime.state import OptimizerSpec
-from piper.simulate.memory import OptimizerBytes, account, adam_bytes, gloo_frame
 from piper.simulate.playback import Durations, Timeline, play
 from piper.training.config import OptimizerSection, RunConfig, SGDSection, load_config
 from piper.training.model import make_model, make_skeleton
@@ -49,16 +53,21 @@ def plan(
     text: bool,
     save: Path | None,
     measured: bool = False,
+    memory_budget: str | None = None,
 ) -> None:
-    """Print the plan of the configuration at *path*; write its files into *save*.
+    """Print the plan of the configuration at *path*; write its files into *save*. *memory_budget* takes the place of the
+    configuration's.
 
     With *estimated*, chunks and messages are as long as the planner takes them to be; else see :data:`UNITS`.
     With *measured*, two steps are run in this process to measure their memory.
     Raises what :func:`piper.compile` raises before it starts workers.
     """
     config = load_config(path)
+    if memory_budget is not None:
+        to_bytes(memory_budget, "--memory-budget")
+        config = replace(config, memory=replace(config.memory, budget=memory_budget))
     model = make_model(config) if measured else make_skeleton(config)
-    program = make_program(config, model)
+    program = make_program(config, model, measured=measured)
     planned = program.plan
     if save is not None:
         save_plan(planned, save)
@@ -77,18 +86,27 @@ def plan(
         console.print(Text(f"plan written to {save}"), soft_wrap=True)
 
 
-def make_program(config: RunConfig, model: Transformer) -> Program:
+def make_program(config: RunConfig, model: Transformer, *, measured: bool = False) -> Program:
     """The verified plan of a training step of *model*. Needs neither weights nor data."""
     directives = config.strategy.directives()
     clip = make_clip(config.train.max_grad_norm, 2.0)
-    return Programs(model, transformer_loss, directives, clip=clip).training(_batch(config))
+    limits = dataclasses.replace(
+        config.memory.limits(),
+        optimizer_bytes=optimizer_bytes(config.optimizer),
+        frame_bytes=_frame_bytes(config, measured=measured),
+    )
+    programs = Programs(model, transformer_loss, directives, clip=clip, limits=limits)
+    return programs.training(_batch(config))
 
 
 def plan_memory(config: RunConfig, plan: Plan, *, measured: bool) -> tuple[DeviceMemory, ...]:
     """What each device needs; if *measured*, as threads of this process, else on the configuration's backend."""
-    framed = config.train.backend == "ray" and not measured
-    frame_bytes = gloo_frame if framed else int
+    frame_bytes = _frame_bytes(config, measured=measured)
     return account(plan, optimizer_bytes(config.optimizer), frame_bytes=frame_bytes)
+
+
+def _frame_bytes(config: RunConfig, *, measured: bool) -> Callable[[int], int]:
+    return frame_bytes("inprocess" if measured else config.train.backend)
 
 
 def measure_memory(
@@ -249,14 +267,20 @@ def _traffic(mine: DevicePlan) -> tuple[_Traffic, _Traffic, _Traffic]:
 def _memory_table(
     plan: Plan, planned: Sequence[DeviceMemory], measured: Sequence[DeviceMemory] | None
 ) -> Table:
-    """Each device's peak, and what it consists of; columns that say next to nothing are left out."""
+    """Each device's peak, and what it consists of; columns that say next to nothing are left out. Host memory, where some is used, has a
+    peak of its own.
+    """
     least = max(memory.peak for memory in planned) / 1000
-    columns = [c for c in Category if any(memory.by_category[c] > least for memory in planned)]
+    on_device = [c for c in Category if c is not Category.HOST]
+    columns = [c for c in on_device if any(memory.by_category[c] > least for memory in planned)]
+    offloaded = any(memory.highest[Category.HOST] for memory in planned)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     names = ["in flight" if c is Category.COMMUNICATION else c.value for c in columns]
     for name in ("device", "memory", *(() if measured is None else ("measured",)), *names):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("at its peak after")
+    if offloaded:
+        table.add_column("host memory", justify="right", no_wrap=True)
     for i, (mine, memory) in enumerate(zip(plan.devices, planned, strict=True)):
         table.add_row(
             str(mine.device),
@@ -264,6 +288,7 @@ def _memory_table(
             *(() if measured is None else (_size(measured[i].peak),)),
             *(_size(memory.by_category[category]) for category in columns),
             _place(plan, mine.instructions[memory.position]),
+            *((_size(memory.highest[Category.HOST]),) if offloaded else ()),
         )
     return table
 

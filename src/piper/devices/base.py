@@ -18,6 +18,10 @@ class TorchDevice(Device, Protocol):
     kind: ClassVar[str]
     torch_device: torch.device
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that what was put aside takes by now."""
+
     def abandon(self) -> None:
         """Forget what is in flight, after a failure."""
 

@@ -1,15 +1,16 @@
 """The CPU: computes where it is told to, keeps communication in flight per stream."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
 from piper.devices.base import DEVICES, Closure
+from piper.devices.host import HostCopies, HostTensor
 from piper.devices.tensors import TensorOperations
 from piper.ids import EventId, Stream
-from piper.ops.base import Handle
+from piper.ops.base import Handle, Tensor
 
 
 class _Queue:
@@ -52,7 +53,8 @@ class _Queue:
 
 
 class CpuDevice(TensorOperations):
-    """Compute runs inline; communication is asynchronous through its handles.
+    """Compute runs inline; communication is asynchronous through its handles, copies to and from host memory (a pool of
+    their own: a mapped temporary file) on a thread per stream.
 
     A stream is a queue of handles. Waiting for an event waits, in order, for the handles that were
     issued on its stream up to there; an event of a stream without communication has always
@@ -65,6 +67,24 @@ class CpuDevice(TensorOperations):
         self.torch_device = torch.device("cpu")
         self._queues: dict[Stream, _Queue] = {}
         self._events: dict[EventId, tuple[Stream, int]] = {}
+        self._host = HostCopies()
+
+    @property
+    def host_bytes(self) -> int:
+        """See :class:`~piper.devices.base.TorchDevice`."""
+        return self._host.pool.live
+
+    def to_host(
+        self, tensors: Sequence[Tensor], stream: Stream
+    ) -> tuple[Sequence[HostTensor], Handle]:
+        """See :class:`~piper.ops.base.Device`."""
+        return self._host.out(tensors, stream)
+
+    def from_host(
+        self, copies: Sequence[Tensor], stream: Stream
+    ) -> tuple[Sequence[torch.Tensor], Handle]:
+        """See :class:`~piper.ops.base.Device`."""
+        return self._host.back(copies, stream)
 
     def on_stream(
         self,
@@ -109,9 +129,11 @@ class CpuDevice(TensorOperations):
         """Wait for everything in flight, streams in order of first use."""
         for queue in self._queues.values():
             queue.drain()
+        self._host.end()
 
     def abandon(self) -> None:
-        """Drop all handles without waiting."""
+        """Drop all handles; wait for copies only, which depend on nobody."""
+        self._host.end()
         for queue in self._queues.values():
             queue.flying.clear()
             queue.completed = 0

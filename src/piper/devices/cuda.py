@@ -1,6 +1,8 @@
 """CUDA GPUs. Not yet run on a GPU."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,6 +12,28 @@ from piper.devices.tensors import TensorOperations, as_torch
 from piper.errors import ConfigError
 from piper.ids import COMPUTE, EventId, Stream
 from piper.ops.base import Handle, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedTensor:
+    """A tensor's copy in pinned host memory: the memory that the tensor was in, and how it lay there. Not yet run on a GPU."""
+
+    memory: torch.Tensor  # bytes
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Ordered:
+    """The handle of work that its CUDA stream orders: the host has nothing to wait for."""
+
+    def wait(self) -> None:
+        """See :class:`~piper.ops.base.Handle`."""
+
+    def done(self) -> bool:
+        """See :class:`~piper.ops.base.Handle`."""
+        return True
 
 
 class CudaDevice(TensorOperations):
@@ -32,6 +56,58 @@ class CudaDevice(TensorOperations):
         torch.cuda.set_device(index)
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._events: dict[EventId, torch.cuda.Event] = {}
+        self._pinned: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    @property
+    def host_bytes(self) -> int:
+        """See :class:`~piper.devices.base.TorchDevice`."""
+        return sum(memory.numel() for memory in self._pinned)
+
+    def to_host(
+        self, tensors: Sequence[Tensor], stream: Stream
+    ) -> tuple[Sequence[PinnedTensor], Handle]:
+        """See :class:`~piper.ops.base.Device`. On the current CUDA stream, which is that of *stream*; torch gives pinned memory to
+        nobody else before the copies that use it are complete. Not yet run on a GPU.
+        """
+        del stream
+        memories: dict[int, torch.Tensor] = {}
+        copies: list[PinnedTensor] = []
+        for tensor in map(as_torch, tensors):
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if key not in memories:
+                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                memory.copy_(_whole(storage), non_blocking=True)
+                memories[key] = memory
+                self._pinned.add(memory)
+            copies.append(
+                PinnedTensor(
+                    memories[key],
+                    tensor.dtype,
+                    tensor.shape,
+                    tensor.stride(),
+                    int(tensor.storage_offset()),
+                )
+            )
+        return copies, _Ordered()
+
+    def from_host(
+        self, copies: Sequence[Tensor], stream: Stream
+    ) -> tuple[Sequence[torch.Tensor], Handle]:
+        """See :class:`~piper.ops.base.Device`, and :meth:`to_host`."""
+        del stream
+        storages: dict[int, torch.UntypedStorage] = {}
+        tensors: list[torch.Tensor] = []
+        for copy in copies:
+            assert isinstance(copy, PinnedTensor)
+            key = id(copy.memory)
+            if key not in storages:
+                whole = torch.empty_like(copy.memory, device=self.torch_device, pin_memory=False)
+                whole.copy_(copy.memory, non_blocking=True)
+                storages[key] = whole.untyped_storage()
+            empty = torch.empty(0, dtype=copy.dtype, device=self.torch_device)
+            tensors.append(empty.set_(storages[key], copy.offset, copy.shape, copy.stride))
+        return tensors, _Ordered()
 
     def on_stream(
         self,
@@ -89,6 +165,12 @@ class CudaDevice(TensorOperations):
             else:
                 self._streams[stream] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
         return self._streams[stream]
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of *storage*."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage)
 
 
 DEVICES.add(CudaDevice.kind, CudaDevice)

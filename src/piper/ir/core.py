@@ -1,22 +1,27 @@
 """The core of a training DAG: its chunks as if nothing had been derived yet."""
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from piper.ids import NodeId, ValueId
 from piper.ir.dag import Chunk, Dag, Role, Value
 from piper.ops.all_gather import AllGather
+from piper.ops.offload import Fetch, Offload
 from piper.ops.p2p import Transfer
 
 
 def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
-    """The core chunks, each reading the values that its producers made, or parameters, and not transferred or gathered
-    copies of them.
+    """The core chunks, each reading the values that its producers made, or parameters, and not transferred, gathered or
+    fetched copies of them.
     """
     origin: dict[ValueId, ValueId] = {}
     parameters = {v.name: v.id for v in dag.values.values() if v.role is Role.PARAMETER}
     for node in dag.nodes.values():
         if isinstance(node.work, Transfer):
             origin[node.outputs[0]] = node.inputs[0]
+        elif isinstance(node.work, (Offload, Fetch)):
+            origin.update(zip(node.outputs, node.inputs, strict=True))
         elif isinstance(node.work, AllGather):
             origin.update({v: parameters[dag.values[v].name] for v in node.outputs})
     chunks: dict[NodeId, Chunk] = {}
@@ -24,9 +29,16 @@ def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
         if chunk.derived:
             continue
         moved = any(v in origin for v in chunk.inputs)
-        inputs = tuple(origin.get(v, v) for v in chunk.inputs)
+        inputs = tuple(_first(origin, v) for v in chunk.inputs)
         chunks[chunk.id] = replace(chunk, inputs=inputs) if moved else chunk
     return chunks
+
+
+def _first(origin: Mapping[ValueId, ValueId], value: ValueId) -> ValueId:
+    """What *value* is a copy of a copy … of."""
+    while value in origin:
+        value = origin[value]
+    return value
 
 
 def core_values(dag: Dag) -> dict[ValueId, Value]:

@@ -52,6 +52,7 @@ class Role(StrEnum):
     TOTAL = "total"  # a sum of contributions, or of loss weights
     GATHERED = "gathered"  # a whole parameter made of its shards for one use; named by it
     KEPT = "kept"  # state: the gradient kept from earlier steps, or this device's slice of it; named by the parameter
+    HOST = "host"  # an activation's copy in host memory
     NORM = "norm"  # a part of the gradients' norm, or the norm
 
 
@@ -77,13 +78,21 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     microbatch: int = 0
 
 
+class Offloading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """What an ``Offload`` asks for: the number of the directive, and the stream of the copies."""
+
+    directive: int
+    stream: Stream
+
+
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag="chunk"):
     """A compute node. ``devices`` is ``None`` until it is placed.
 
     ``tags`` is the region path, outermost first, followed by the split dimensions, for instance
     ``(("PP", 1), ("EP", 3), ("MB", 0))``. ``p2p_stream`` carries its values to other
     groups (``None``: the default). ``replication`` is the index of the :class:`Replication` that claims it, ``recompute`` the
-    number of the directive that lets its region's backward recompute the forward, or ``None``.
+    number of the directive that lets its region's backward recompute the forward, or ``None``. ``offload`` says where what its region's
+    backward reads of the forward is kept in the meantime (``None``: on the device).
     """
 
     id: NodeId
@@ -98,6 +107,7 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, t
     replication: int | None = None
     derived: bool = False
     recompute: int | None = None
+    offload: Offloading | None = None
 
     @property
     def label(self) -> str:

@@ -169,6 +169,18 @@ class Device(Protocol):
     def norm_root(self, part: Tensor, op: ReduceOp) -> Tensor:
         """A new float64 scalar: the norm of which *part* is the only part."""
 
+    def to_host(self, tensors: Sequence[Tensor], stream: Stream) -> tuple[Sequence[Tensor], Handle]:
+        """Begin, on *stream*, to copy *tensors* into host memory; what stands for each there, with its contents once the handle
+        completes. Tensors that share memory are copied once, as a whole. They must be kept until then.
+        """
+
+    def from_host(
+        self, copies: Sequence[Tensor], stream: Stream
+    ) -> tuple[Sequence[Tensor], Handle]:
+        """Begin, on *stream*, to copy back what :meth:`to_host` made: new tensors with the contents (once the handle completes),
+        shapes, strides and sharing of the old ones. The copies may be given up as soon as this returns.
+        """
+
     def on_stream(
         self,
         stream: Stream,
@@ -266,7 +278,12 @@ class Work(
 
     @property
     def early(self) -> bool:
-        """Whether a communication may start long before it is needed, since it reads nothing but state."""
+        """Whether a communication may start long before it is needed, since it reads nothing but state, or what was put aside."""
+        return False
+
+    @property
+    def releases_late(self) -> bool:
+        """Whether the inputs of a communication must outlive it: they are given up by the stream that computes, some time later."""
         return False
 
     # The rest concerns communication; a group is the tuple of devices that communicate with each other.
@@ -280,7 +297,7 @@ class Work(
         return True
 
     def communicator(self, stream: Stream, group: tuple[DeviceId, ...]) -> CommunicatorId:
-        """The communicator of one group. What may be in flight at once must not share one."""
+        """The communicator of one group; empty if nothing leaves the device. What may be in flight at once must not share one."""
         return f"{self.kind}:{stream}:{','.join(str(d) for d in group)}"
 
     def stream(self, stream: Stream, group: tuple[DeviceId, ...]) -> Stream:  # noqa: ARG002

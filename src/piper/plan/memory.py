@@ -7,6 +7,9 @@ batch, which is the data loader's, nor views of it.
 Communication is counted until the device waits for it, the latest that it can take, with one exception: a message that is
 being sent is a copy, and counts until the next one is issued on the same stream, since devices give up what has been
 delivered when they send again, and often nothing ever waits for it.
+
+What was put aside in the host's memory is apart: it is listed, in the category of that name, but not part of what is alive
+on the device. It counts until the device waits for the copy back.
 """
 
 from collections.abc import Mapping
@@ -28,6 +31,7 @@ class Category(StrEnum):
     GATHERED = "gathered"  # whole parameters, made of slices for some uses
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"  # all else that chunks read and make, and inputs that are not views of the batch
+    HOST = "host"  # copies in the host's memory; no part of the device's bytes
     OTHER = "other"  # measured only: alive, though neither plan nor state holds it
 
 
@@ -41,6 +45,7 @@ CATEGORY_OF_ROLE: Mapping[Role, Category] = {
     Role.TOTAL: Category.GRADIENTS,
     Role.KEPT: Category.GRADIENTS,
     Role.NORM: Category.GRADIENTS,
+    Role.HOST: Category.HOST,
 }
 """Where a slot's memory counts; roles that are not listed are activations, or state like buffers."""
 
@@ -61,8 +66,8 @@ class DeviceMemory:
     """Bytes on one device.
 
     ``peak`` is the most that is alive after any instruction, ``position`` the first instruction (its index in the device's
-    plan) after which that is so, ``by_category`` what it consists of. ``highest`` is each category's own peak, wherever that
-    is. ``curve`` has the bytes after every instruction.
+    plan) after which that is so, ``by_category`` what it consists of, and what is in the host's memory then. ``highest`` is each
+    category's own peak, wherever that is. ``curve`` has the bytes after every instruction.
     """
 
     device: DeviceId
@@ -85,7 +90,7 @@ class Recorder:
 
     def add(self, position: int, found: Mapping[Category, int]) -> None:
         """*found* is alive after instruction *position*; instructions that are skipped changed nothing."""
-        total = sum(found.values())
+        total = sum(found.values()) - found.get(Category.HOST, 0)
         while len(self._curve) < position:
             self._curve.append(self._curve[-1] if self._curve else total)
         if total > self._peak:

@@ -1,9 +1,11 @@
 """The planner: a distributed training DAG becomes one program per device.
 
 ``streams`` chooses one total order, ``gathers`` lets consecutive chunks share gathered parameters, ``cut`` walks the order and lowers
-each node on each of its devices, ``early`` starts receives and gathers before they are needed, ``sums`` adds contributions as they
-come, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
+each node on each of its devices, ``early`` starts receives, gathers and fetches before they are needed, ``sums`` adds contributions as they
+come, ``budget`` chooses how much may be early, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
 """
+
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace as replace_struct
 
@@ -16,31 +18,61 @@ from piper.ir.edit import replace_nodes
 from piper.ir.select import Selector
 from piper.ir.symbols import evaluate
 from piper.pausing import collector_paused
+from piper.plan.account import OptimizerBytes
 from piper.plan.model import Plan
+from piper.planner.budget import Bounds, Limits, Size, plan_within, to_bytes
 from piper.planner.cut import Cutter
 from piper.planner.estimate import Rates, node_seconds
 from piper.planner.gathers import share_gathers
 from piper.planner.streams import total_order
 
-RECEIVE_BYTES = 16 * 1024 * 1024
-GATHER_BYTES = 64 * 1024 * 1024
 
-
-def plan(dag: Dag, *, receive_bytes: int = RECEIVE_BYTES, gather_bytes: int = GATHER_BYTES) -> Plan:
+def plan(
+    dag: Dag,
+    *,
+    memory_budget: Size | None = None,
+    optimizer_bytes: OptimizerBytes = 0,
+    frame_bytes: Callable[[int], int] = int,
+    receive_bytes: Size | None = None,
+    gather_bytes: Size | None = None,
+    fetch_bytes: Size | None = None,
+) -> Plan:
     """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
 
-    ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed, ``gather_bytes`` the
-    sharded parameters that are gathered before they are needed.
+    ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed (default: 16 MiB),
+    ``gather_bytes`` the sharded parameters that are gathered before they are needed, ``fetch_bytes`` what is brought back from host
+    memory before it is needed. The latter two are by default what the one chunk that needs the most needs: what the next chunk
+    needs is under way while the one before runs, and a device holds what two chunks need, not the whole model. Sizes are
+    bytes or texts such as ``"512MiB"``.
+
+    ``memory_budget`` bounds every device's planned peak (see :mod:`piper.plan.memory` for what counts). Of the three bounds, those that are
+    not given are then lowered as far as it takes, and no further. The optimizer's state is part of the peak if
+    ``optimizer_bytes`` says how large it is; ``frame_bytes`` says what carries a message (both as in :func:`piper.plan.account.account`).
 
     A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region that nobody placed, a
     group that nobody replicates, groups of unequal sizes or a device number left out, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a microbatch size
-    for which the captured graph does not hold.
+    for which the captured graph does not hold, :class:`MemoryBudgetError` if some device needs more than the budget whatever the bounds,
+    :class:`ConfigError` for a malformed size.
     """
+    sizes = {
+        "memory_budget": memory_budget,
+        "receive_bytes": receive_bytes,
+        "gather_bytes": gather_bytes,
+        "fetch_bytes": fetch_bytes,
+    }
+    budget, *bounds = (
+        None if size is None else to_bytes(size, name) for name, size in sizes.items()
+    )
+    return plan_with(dag, Limits(budget, Bounds(*bounds), optimizer_bytes, frame_bytes))
+
+
+def plan_with(dag: Dag, limits: Limits) -> Plan:
+    """:func:`plan`, with what is said about memory in one piece."""
     with collector_paused():
-        return _plan(dag, receive_bytes, gather_bytes)
+        return _plan(dag, limits)
 
 
-def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
+def _plan(dag: Dag, limits: Limits) -> Plan:
     dag = _placed(dag)
     _check_claimed(dag)
     _check_sizes(dag)
@@ -48,21 +80,24 @@ def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
     size = microbatch_size(dag)
     bindings = {} if dag.batch_symbol is None else {dag.batch_symbol: size}
     _check_guards(dag, size)
-    order = total_order(dag, node_seconds(dag, bindings, Rates()))
+    seconds = node_seconds(dag, bindings, Rates())
+    order = total_order(dag, seconds)
     dag = share_gathers(dag, order)
-    cutter = Cutter(
-        dag,
-        [node for node in order if node in dag.nodes],
-        bindings,
-        num_devices,
-        receive_bytes=receive_bytes,
-        gather_bytes=gather_bytes,
-    )
+    order = [node for node in order if node in dag.nodes]
+
+    def cut(bounds: Bounds) -> tuple[Plan, Bounds]:
+        cutter = Cutter(dag, order, bindings, num_devices, seconds, bounds)
+        return _assembled(dag, bindings, size, cutter), cutter.bounds
+
+    return plan_within(limits, cut)
+
+
+def _assembled(dag: Dag, bindings: Mapping[str, int], size: int, cutter: Cutter) -> Plan:
     devices, communicators = cutter.cut()
     weighted = dag.loss_kind is LossKind.WEIGHTED
     replicas, microbatches = dag.num_replicas, dag.num_microbatches
     return Plan(
-        num_devices=num_devices,
+        num_devices=len(devices),
         dag=dag,
         bindings=bindings,
         microbatch_size=size,

@@ -1,25 +1,33 @@
 """Cut the ordered DAG into one program per device."""
 
+from bisect import bisect_right
 from collections.abc import Container, Mapping, Sequence
 
 from piper.ids import COMPUTE, DeviceId, NodeId, Slot, ValueId
 from piper.ir.dag import STATE, Chunk, Comm, Dag, LossKind, Role
+from piper.ir.edit import ordered_by_user
 from piper.ops.base import CommunicatorId, LocalWork, Message, Site, Work
 from piper.ops.compute import Call, Compute
 from piper.ops.load_input import LoadInput
+from piper.ops.offload import Fetch
 from piper.ops.report import Report
 from piper.ops.update import OptimizerStep, Update
 from piper.ops.write_buffer import StoreBuffer, WriteBuffer
 from piper.plan.model import CommunicatorInfo, DevicePlan
+from piper.planner.budget import RECEIVE_BYTES, Bounds
 from piper.planner.early import Early
 from piper.planner.program import Program
 from piper.planner.sums import PartialSums, sums_of
+
+FETCH_LEAD = 4.0
+"""A fetch starts that many times its estimated duration before it is needed: estimates are rough, and several may be under way."""
 
 
 class Cutter:
     """Walks the total order once and appends each node to the programs of its devices.
 
-    ``receive_bytes`` and ``gather_bytes`` bound, per device, what is received and gathered before it is needed.
+    ``bounds`` are on what is received, gathered and fetched before it is needed, per device (``None``: as much as one chunk needs at most,
+    for receives :data:`~piper.planner.budget.RECEIVE_BYTES`). ``seconds`` are estimated durations.
     """
 
     def __init__(
@@ -28,9 +36,8 @@ class Cutter:
         order: Sequence[NodeId],
         bindings: Mapping[str, int],
         num_devices: int,
-        *,
-        receive_bytes: int,
-        gather_bytes: int,
+        seconds: Mapping[NodeId, float],
+        bounds: Bounds,
     ) -> None:
         self.dag, self.order = dag, order
         self.messages = {
@@ -48,10 +55,14 @@ class Cutter:
         self.programs = [Program(DeviceId(d), uses[d]) for d in range(num_devices)]
         totals = sums_of(dag)
         self.sums = [PartialSums(p, totals, dag.values, self.messages) for p in self.programs]
-        self.receives = [Early(receive_bytes) for _ in range(num_devices)]
-        self.gathers = [Early(gather_bytes) for _ in range(num_devices)]
+        bounds = bounds.filled(Bounds(receive=RECEIVE_BYTES))
+        self.receives = [Early(bounds.receive) for _ in range(num_devices)]
+        self.gathers = [Early(bounds.gather) for _ in range(num_devices)]
+        self.fetches = [Early(bounds.fetch) for _ in range(num_devices)]
+        self.computed = [0] * num_devices  # chunks that were issued
+        self.fetched = _fetched_early(dag)
         self.gathered: set[tuple[DeviceId, NodeId]] = set()  # needed by some chunk so far
-        self._expect()
+        self._expect(seconds)
 
     def cut(self) -> tuple[tuple[DevicePlan, ...], tuple[CommunicatorInfo, ...]]:
         """The device plans and the communicators that they use."""
@@ -61,10 +72,16 @@ class Cutter:
             match self.dag.nodes[node]:
                 case Chunk() as chunk:
                     self._chunk(chunk)
-                case Comm() as comm if not comm.work.early:
+                case Comm() as comm if not self._is_early(comm):
                     self._comm(comm)
         plans = tuple(program.finish() for program in self.programs)
         return plans, tuple(self.communicators[name] for name in sorted(self.communicators))
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the bounds come to, on the device where that is the most."""
+        kinds = (self.receives, self.gathers, self.fetches)
+        return Bounds(*(max(early.limit for early in kind) for kind in kinds))
 
     # --- chunks -----------------------------------------------------------------------------------
 
@@ -76,6 +93,7 @@ class Cutter:
                     self.sums[device].before_compute()
                     self._call(chunk, chunk.work, position, device)
                     self.sums[device].computed(chunk.id, chunk.outputs)
+                    self.computed[device] += 1
                     self._advance(device)
                 case Update():
                     self._update(chunk, chunk.work, device)
@@ -111,6 +129,8 @@ class Cutter:
         program, info = self.programs[device], self.dag.values[value]
         if info.role is Role.GATHERED:
             self._need_gathered(self.dag.producers[value], device)
+        if value in self.fetched:
+            self.fetches[device].require(self.fetched[value], program)
         if info.role in STATE:
             return self._state(value, device)
         if info.role is Role.INPUT and not program.has(value):
@@ -238,8 +258,15 @@ class Cutter:
 
     # --- communication ----------------------------------------------------------------------------
 
-    def _expect(self) -> None:
-        """Announce all receives and gathers, in order of need."""
+    def _is_early(self, comm: Comm) -> bool:
+        """Whether it is started before it is needed, and not where the total order puts it."""
+        if isinstance(comm.work, Fetch):
+            return comm.outputs[0] in self.fetched
+        return comm.work.early
+
+    def _expect(self, seconds: Mapping[NodeId, float]) -> None:
+        """Announce all receives, gathers and fetches, in order of need."""
+        ends: list[list[float]] = [[0.0] for _ in self.programs]  # of each device's chunks so far
         for number in self.order:
             node = self.dag.nodes[number]
             if isinstance(node, Comm):
@@ -247,7 +274,38 @@ class Cutter:
                 continue
             for value in node.inputs:
                 if self.dag.values[value].role is Role.GATHERED:
-                    self._expect_gather(self.dag.producers[value])
+                    self._expect_gather(self.dag.producers[value], number)
+                elif value in self.fetched:
+                    self._expect_fetch(self.fetched[value], number, ends, seconds)
+            if isinstance(node.work, Call):
+                for device in node.participants:
+                    ends[device].append(ends[device][-1] + seconds[number])
+
+    def _expect_fetch(
+        self,
+        fetch: NodeId,
+        chunk: NodeId,
+        ends: Sequence[Sequence[float]],
+        seconds: Mapping[NodeId, float],
+    ) -> None:
+        """Announce a fetch for *chunk*, whose predecessors on each device have the *ends*."""
+        comm = self.dag.nodes[fetch]
+        assert isinstance(comm, Comm)
+        nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
+        for (device,) in comm.groups:
+            latest = ends[device][-1] - FETCH_LEAD * seconds[fetch]
+            # At least one chunk ahead: between two chunks nothing can be hidden.
+            since = min(bisect_right(ends[device], latest) - 1, len(ends[device]) - 2)
+            self.fetches[device].expect(
+                comm,
+                (device,),
+                0,
+                nbytes,
+                self._site,
+                chunk=chunk,
+                needs=comm.inputs,
+                since=max(since, 0),
+            )
 
     def _expect_receives(self, comm: Comm) -> None:
         for group in comm.groups:
@@ -256,18 +314,20 @@ class Cutter:
                     nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
                     self.receives[device].expect(comm, group, position, nbytes, self._site)
 
-    def _expect_gather(self, number: NodeId) -> None:
-        comm = self.dag.nodes[number]
+    def _expect_gather(self, gather: NodeId, chunk: NodeId) -> None:
+        comm = self.dag.nodes[gather]
         assert isinstance(comm, Comm)
         nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
         for group in comm.groups:
             for position, device in enumerate(group):
-                self.gathers[device].expect(comm, group, position, nbytes, self._site)
+                self.gathers[device].expect(comm, group, position, nbytes, self._site, chunk=chunk)
 
     def _advance(self, device: DeviceId) -> None:
         program = self.programs[device]
-        self.gathers[device].advance(program)
-        self.receives[device].advance(program)
+        chunks = self.computed[device]
+        self.gathers[device].advance(program, chunks)
+        self.fetches[device].advance(program, chunks)
+        self.receives[device].advance(program, chunks)
 
     def _comm(self, comm: Comm) -> None:
         for group in comm.groups:
@@ -275,7 +335,10 @@ class Cutter:
                 program = self.programs[device]
                 if comm.work.consumes(position):
                     site = self._site(comm, group, position, program)
-                    program.emit(comm.work.lower(site), consume=site.inputs)
+                    late = comm.work.releases_late
+                    program.emit(comm.work.lower(site), consume=() if late else site.inputs)
+                    if late:
+                        program.release_late(site.inputs)
                     program.drop_unread(site.outputs, site.stream)
                     self.sums[device].reduced(comm.id, comm.outputs)
                 else:
@@ -288,8 +351,11 @@ class Cutter:
         stored = [self.state_values[Role(r), name] for r, name in comm.work.overwrites()]
         consumed = comm.inputs if comm.work.consumes(position) else ()
         made = comm.outputs if comm.work.delivers(position) else ()
-        name = comm.work.communicator(comm.stream, group)
-        self.communicators.setdefault(name, CommunicatorInfo(name, group))
+        if name := comm.work.communicator(comm.stream, group):
+            self.communicators.setdefault(name, CommunicatorInfo(name, group))
+        if isinstance(comm.work, Fetch):
+            # What was put aside is there, or the fetch could not start: the device need not hold it twice.
+            program.free_now(self.dag.nodes[self.dag.producers[comm.inputs[0]]].inputs)
         return Site(
             node=comm.id,
             stream=comm.work.stream(comm.stream, group),
@@ -304,6 +370,17 @@ class Cutter:
             ),
             messages=tuple(self.messages[v] for v in (*comm.outputs, *stored)),
         )
+
+
+def _fetched_early(dag: Dag) -> dict[ValueId, NodeId]:
+    """The fetch that makes each fetched value; but those that the user orders start where the order says."""
+    ordered = ordered_by_user(dag)
+    return {
+        value: comm.id
+        for comm in dag.comms()
+        if isinstance(comm.work, Fetch) and comm.id not in ordered
+        for value in comm.outputs
+    }
 
 
 def _count(uses: dict[ValueId, int], values: Sequence[ValueId]) -> None:

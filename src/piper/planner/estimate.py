@@ -12,6 +12,7 @@ from piper.ids import BodyId, NodeId, ValueId
 from piper.ir.body import Body, Call, Ref, TensorSpec
 from piper.ir.dag import Chunk, Dag, Node
 from piper.ops.compute import Call as CallWork
+from piper.ops.offload import Fetch, Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Rates:
     flops: float = 5e10
     memory: float = 1e10
     link: float = 1e9
+    host: float = 5e9  # between a device and its host's memory
     latency: float = 5e-5
     overhead: float = 1e-5
 
@@ -39,7 +41,9 @@ def _seconds(
         if isinstance(node.work, CallWork):
             return bodies[node.work.body]
         return rates.overhead + sum(sizes[v] for v in node.inputs) / rates.memory
-    return rates.latency + sum(sizes[v] for v in node.outputs) / rates.link
+    local = isinstance(node.work, (Offload, Fetch))
+    speed = rates.host if local else rates.link
+    return rates.latency + sum(sizes[v] for v in node.outputs) / speed
 
 
 def body_seconds(body: Body, bindings: Mapping[str, int], rates: Rates) -> float:

@@ -1,6 +1,6 @@
 """The program of one device: instructions in issue order, waits between streams, frees after last uses."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -88,6 +88,26 @@ class Program:
             self._last_chunks = (self._last_chunks[1], index)
         self._release(consume, stream)
 
+    def release_late(self, slots: Iterable[Slot]) -> None:
+        """What was just issued reads *slots* and has to be waited for before they are given up: if it was their last reader, they are
+        freed before the next chunk but one, on the stream that computes.
+        """
+        for slot in slots:
+            info = self._slots[slot]
+            if info.role in STATE:
+                continue
+            self._uses[info.value] -= 1
+            if not self._uses[info.value]:
+                self._put_off.setdefault(COMPUTE, []).append(slot)
+
+    def free_now(self, values: Container[ValueId]) -> None:
+        """Do not put off any longer what holds *values*."""
+        for waiting in (self._settled, self._put_off):
+            for stream, slots in waiting.items():
+                if dead := [slot for slot in slots if self._slots[slot].value in values]:
+                    waiting[stream] = [slot for slot in slots if slot not in dead]
+                    self._free(dead, stream)
+
     def finish(self) -> DevicePlan:
         """The plan; events are numbered by the instructions that something waits for."""
         self._settle()
@@ -151,7 +171,8 @@ class Program:
     def _settle(self) -> None:
         """Free what was put off before the last chunk."""
         for stream, slots in self._settled.items():
-            self._free(slots, stream)
+            if slots:
+                self._free(slots, stream)
         self._settled, self._put_off = self._put_off, {}
 
     def _just_issued(self, slot: Slot, stream: Stream) -> bool:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from piper.devices.base import TorchDevice
 from piper.devices.tensors import as_torch
 from piper.ids import DeviceId
+from piper.ir.dag import Role
 from piper.ops.base import Communicator, CommunicatorId, Handle, Message, ReduceOp, Tensor
 from piper.plan.memory import Category, DeviceMemory, Recorder, category_of
 from piper.plan.model import DevicePlan, Plan, SlotInfo
@@ -213,6 +214,7 @@ class MeasuredProgram(Program):
             constants=constants,
         )
         self._meter, self._optimizer = meter, optimizer
+        self._torch_device = device
         self._infos: tuple[SlotInfo, ...] = mine.slots
         self._state, self._context = state, context
         self._recorder = Recorder(mine.device)
@@ -246,14 +248,16 @@ class MeasuredProgram(Program):
     def _counting(self, closure: Closure, position: int) -> Closure:
         def run() -> None:
             closure()
-            self._recorder.add(position, self._meter.count(self._held()))
+            found = self._meter.count(self._held())
+            found[Category.HOST] = self._torch_device.host_bytes
+            self._recorder.add(position, found)
 
         return run
 
     def _held(self) -> Iterator[tuple[Category, torch.Tensor]]:
         """All that the device holds on purpose."""
         for info, tensor in zip(self._infos, self._slots, strict=True):
-            if tensor is not None:
+            if tensor is not None and info.role is not Role.HOST:
                 yield category_of(info.role), as_torch(tensor)
         for parameter in self._state.parameters.values():
             yield Category.PARAMETERS, parameter

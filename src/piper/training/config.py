@@ -1,6 +1,6 @@
 """The TOML file of a training run, checked whole before anything starts.
 
-Sections: ``[model]``, ``[data]``, ``[strategy]``, ``[optimizer]``, ``[train]``. Only the strategy has no
+Sections: ``[model]``, ``[data]``, ``[strategy]``, ``[optimizer]``, ``[train]``, ``[memory]``. Only the strategy has no
 default. Paths in ``data.files`` and ``strategy.file`` are relative to the file's own folder,
 ``train.out_dir`` to the current one.
 """
@@ -18,12 +18,14 @@ import torch
 from msgspec import Meta, inspect
 from msgspec.structs import replace
 
+from piper.api.memory import make_limits
 from piper.api.strategies import pipeline, stages_per_group
 from piper.backends import Backend, make_backend
 from piper.directives.base import Directive
 from piper.directives.strategy import load_strategy
 from piper.errors import ConfigError, PiperError, nearest
 from piper.models.transformer import TransformerConfig
+from piper.planner.budget import Limits
 from piper.training.data import VOCAB_SIZE, TextBatches
 
 Count: TypeAlias = Annotated[int, Meta(ge=1)]
@@ -229,6 +231,28 @@ class Warmup:
         return min(1.0, (step + 1) / self.steps)
 
 
+class MemorySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[memory]``: sizes in bytes, or texts such as ``"512MiB"``.
+
+    *budget* bounds what any device needs for a step, as planned. *receive_bytes*, *gather_bytes* and *fetch_bytes* bound what a
+    device receives, gathers of sharded parameters, and brings back from host memory before it is needed; without them the planner
+    chooses.
+    """
+
+    budget: Index | str | None = None
+    receive_bytes: Index | str | None = None
+    gather_bytes: Index | str | None = None
+    fetch_bytes: Index | str | None = None
+
+    def limits(self) -> Limits:
+        """What the planner wants to know.
+
+        Raises:
+            ConfigError: a text that is no size.
+        """
+        return make_limits(self.budget, self.receive_bytes, self.gather_bytes, self.fetch_bytes)
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole run, as ``load_config`` returns it."""
 
@@ -237,6 +261,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     data: DataSection = DataSection()
     optimizer: OptimizerSection = AdamWSection()
     train: TrainSection = TrainSection()
+    memory: MemorySection = MemorySection()
 
     @property
     def num_stages(self) -> int:
@@ -304,6 +329,10 @@ def load_config(path: str | Path) -> RunConfig:
     _check_train(path, config.train)
     config = _relative_to(path.parent, config)
     try:
+        config.memory.limits()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: [memory]: {error}") from error
+    try:
         config.strategy.directives()
     except PiperError as error:
         raise ConfigError(f"{path}: [strategy]: {error}") from error
@@ -368,6 +397,7 @@ _TOML_WORDS = {
     "`int | null`": "an integer",
     "`float | null`": "a number",
     "`str | null`": "a string",
+    "`int | str | null`": 'bytes, or a text such as "512MiB"',
 }
 
 

@@ -120,6 +120,10 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
             backend=config.train.make_backend(),
             seed=config.train.seed,
             max_grad_norm=config.train.max_grad_norm,
+            memory_budget=config.memory.budget,
+            receive_bytes=config.memory.receive_bytes,
+            gather_bytes=config.memory.gather_bytes,
+            fetch_bytes=config.memory.fetch_bytes,
         )
         with trainer, Interrupts() as interrupts:
             files.write_strategy(directives, trainer.program.plan)

@@ -119,7 +119,7 @@ class Execution:
 
 
 def _settling(trace: Trace) -> set[int]:
-    """The instructions that touch what communication on their own stream writes."""
+    """The instructions that touch what work in flight on their own stream writes."""
     flying: list[set[Slot]] = [set() for _ in trace.stream_names]
     found: set[int] = set()
     for i, s in enumerate(trace.streams):
@@ -131,7 +131,7 @@ def _settling(trace: Trace) -> set[int]:
         ):
             found.add(i)
             written.clear()
-        if trace.meetings[i] is not None:
+        if trace.instructions[i].asynchronous:
             written.update(trace.writes[i])
     return found
 

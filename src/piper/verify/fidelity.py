@@ -151,7 +151,7 @@ class _Device:
             check = checks.get(type(instruction))
             if check is not None:
                 texts = check(self, instruction)
-            elif self.trace.meetings[i] is not None:
+            elif self.trace.meetings[i] is not None or self.is_copy(instruction):
                 texts = self.communicate(i, instruction)
             elif self.is_local(instruction):
                 texts = self.local(i, instruction)
@@ -293,6 +293,10 @@ class _Device:
         if not bad and (expected := work.lower(site)) != instruction:
             bad.append(f"expected {_fields(expected, instruction)}")
         return bad
+
+    def is_copy(self, instruction: Instruction) -> bool:
+        """Whether the node of *instruction* is a communication within the device."""
+        return isinstance(self.dag.nodes.get(instruction.node), Comm)
 
     def is_local(self, instruction: Instruction) -> bool:
         """Whether the node of *instruction* is a chunk that is one instruction."""

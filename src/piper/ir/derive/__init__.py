@@ -2,6 +2,7 @@
 
 * A *gather* makes whole parameters of their shards before each use (``gathers``).
 * A *transfer* carries a value to each device group that reads it and does not make it (``transfers``).
+* An *offload* puts what the forward saved into host memory, a *fetch* brings it back for the backward (``offload``).
 * A *sum* adds up a parameter's gradient contributions on each device group that makes some; a *reduction* adds the sums of
   replicas and of the groups that hold a tied parameter; an *update* lets the optimizer use the result, once per copy or
   slice (``updates``). A group that reads the parameter but makes no contribution (a detached use) is sent the result, for its
@@ -16,6 +17,7 @@ from piper.ir.dag import Dag
 from piper.ir.derive.buffers import store_buffers
 from piper.ir.derive.builder import Builder
 from piper.ir.derive.gathers import gather_parameters
+from piper.ir.derive.offload import offload_saved
 from piper.ir.derive.sharding import find_shards
 from piper.ir.derive.transfers import link
 from piper.ir.derive.updates import synchronise
@@ -33,6 +35,7 @@ def derive(dag: Dag) -> Dag:
     builder.shards = find_shards(builder)
     gather_parameters(builder)
     link(builder)
+    offload_saved(builder)
     synchronise(builder)
     store_buffers(builder)
     return builder.finish()

@@ -5,25 +5,26 @@ outputs are views of what.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
 
 from piper.ids import BodyId, EventId, Slot, Stream
+from piper.ir.storages import Given, Memory, output_memory
 from piper.ops.accumulate import Accumulate
 from piper.ops.all_gather import AllGatherBucket, RefreshBucket
 from piper.ops.base import Instruction, Message, shard_length
 from piper.ops.bucket import BucketCollective
 from piper.ops.compute import Compute
 from piper.ops.load_input import LoadInput
+from piper.ops.offload import CopyFromHost, CopyToHost
 from piper.ops.p2p import PostReceive, Send
 from piper.ops.reduce_scatter import ReduceScatterBucket
 from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.memory import Category, DeviceMemory, Recorder, category_of, is_state
 from piper.plan.model import DevicePlan, Plan
-from piper.plan.storages import Given, Memory, output_memory
 
 __all__ = ["Category", "DeviceMemory", "account", "adam_bytes", "gloo_frame"]
 
@@ -110,11 +111,12 @@ class _Ledger:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """Communication in flight: what it keeps alive, and the slots that it fills on completion."""
+    """Communication in flight: what it keeps alive (as what), and the slots that it fills on completion."""
 
     keeps: tuple[_Storage, ...]
     fills: tuple[tuple[Slot, _Storage], ...] = ()
     is_send: bool = False
+    category: Category = Category.COMMUNICATION
 
 
 @dataclass(slots=True)
@@ -263,7 +265,7 @@ class _Walk:
     def _issue(self, queue: _Queue, instruction: Instruction) -> None:
         flight = self._flight(instruction)
         for storage in flight.keeps:
-            self.ledger.hold(storage, Category.COMMUNICATION)
+            self.ledger.hold(storage, flight.category)
         while queue.flying and queue.flying[0].is_send:
             self._pop(queue)
         queue.flying.append(flight)
@@ -281,6 +283,12 @@ class _Walk:
                 return _Flight((frame,))
             case AllGatherBucket() | RefreshBucket():
                 return self._gather(instruction)
+            case CopyToHost():
+                self._copy(instruction.inputs, instruction.outputs)
+                return _Flight(())
+            case CopyFromHost():
+                kept = self._copy(instruction.inputs, instruction.outputs)
+                return _Flight(kept, category=Category.HOST)
             case ReduceScatterBucket(messages=messages, members=members):
                 mine = sum(message.nbytes for message in messages)
                 part = _Storage(mine)
@@ -291,6 +299,15 @@ class _Walk:
                 messages = () if meeting is None else meeting.messages
                 flat = _Storage(sum(message.nbytes for message in messages))
                 return _Flight((flat,), tuple((slot, flat) for slot in instruction.writes()))
+
+    def _copy(self, inputs: Sequence[Slot], outputs: Sequence[Slot]) -> tuple[_Storage, ...]:
+        """Fill *outputs* with copies of the memory that *inputs* are in, each copied once; that memory."""
+        copies: dict[int, tuple[_Storage, _Storage]] = {}
+        for source, target in zip(inputs, outputs, strict=True):
+            storage = self.slots[source]
+            pair = copies.setdefault(id(storage), (storage, _Storage(storage.nbytes)))
+            self._fill(target, pair[1])
+        return tuple(storage for storage, _ in copies.values())
 
     def _gather(self, instruction: BucketCollective) -> _Flight:
         """The slices are put into one message; the whole tensors are copied out of the flat result,
@@ -322,7 +339,7 @@ class _Walk:
         for slot, storage in flight.fills:
             self._fill(slot, storage)
         for storage in flight.keeps:
-            self.ledger.release(storage, Category.COMMUNICATION)
+            self.ledger.release(storage, flight.category)
 
     # --- slots ------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from piper.devices.memory import InMemoryCommunicator
 from piper.directives.replicate import Replicate
 from piper.dtypes import DType
 from piper.ir.body import Body, Call, Ref, TensorSpec
+from piper.ir.storages import Given, Made, output_memory
 from piper.models import (
     Transformer,
     TransformerConfig,
@@ -29,12 +30,11 @@ from piper.models import (
 )
 from piper.ops.all_gather import AllGatherBucket, RefreshBucket
 from piper.ops.base import RandomKey
+from piper.plan.account import account, adam_bytes, gloo_frame
 from piper.plan.memory import Category
-from piper.plan.storages import Given, Made, output_memory
 from piper.runtime.batch import signature
 from piper.runtime.code import chunk_function
 from piper.runtime.state import ModelState, OptimizerSpec
-from piper.simulate.memory import account, adam_bytes, gloo_frame
 
 ROWS, LENGTH, VOCABULARY, LAYERS = 2, 8, 32, 4
 VIRTUAL = ("interleaved_1f1b",)
