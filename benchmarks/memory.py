@@ -12,7 +12,7 @@ without and with resharding after the forward, and for Piper's levels of shardin
 ``gradients`` the largest relative error of a gradient against one process, in float64, under every schedule: torch's in four
               processes, Piper's by ``piper.check``.
 
-Piper gathers at most one block ahead, as ``fully_shard`` does.
+Piper gathers at most one block ahead and has one block's reduction in flight, as ``fully_shard``.
 """
 
 import argparse
@@ -263,7 +263,8 @@ class PiperSide:
             self._captured = capture_with_constants(model, transformer_loss, batch)
         dag = replace(self._captured.dag, batch_size=REPLICAS * self.setup.microbatches * rows)
         strategy = piper.strategies.pipeline("1f1b", GROUPS, self.setup.microbatches, zero=level)
-        made = piper.plan(piper.apply(dag, strategy), gather_bytes=self.setup.block_bytes)
+        block = self.setup.block_bytes
+        made = piper.plan(piper.apply(dag, strategy), gather_bytes=block, reduce_bytes=block)
         piper.verify(made)
         return made
 

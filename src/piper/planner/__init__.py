@@ -1,7 +1,7 @@
 """The planner: a distributed training DAG becomes one program per device.
 
 ``streams`` chooses one total order, ``gathers`` lets consecutive chunks share gathered parameters, ``cut`` walks the order and lowers
-each node on each of its devices, ``early`` starts receives and gathers before they are needed, ``sums`` adds contributions as they
+each node on each of its devices, ``early`` starts receives and gathers before they are needed, ``flights`` bounds what else is in flight, ``sums`` adds contributions as they
 come, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
 """
 
@@ -24,23 +24,31 @@ from piper.planner.streams import total_order
 
 RECEIVE_BYTES = 16 * 1024 * 1024
 GATHER_BYTES = 64 * 1024 * 1024
+REDUCE_BYTES = 64 * 1024 * 1024
 
 
-def plan(dag: Dag, *, receive_bytes: int = RECEIVE_BYTES, gather_bytes: int = GATHER_BYTES) -> Plan:
+def plan(
+    dag: Dag,
+    *,
+    receive_bytes: int = RECEIVE_BYTES,
+    gather_bytes: int = GATHER_BYTES,
+    reduce_bytes: int = REDUCE_BYTES,
+) -> Plan:
     """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
 
     ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed, ``gather_bytes`` the
-    sharded parameters that are gathered before they are needed.
+    sharded parameters that are gathered before they are needed, ``reduce_bytes`` what reductions of gradients (and what puts updated
+    parameters together) are given that are in flight at once.
 
     A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region that nobody placed, a
     group that nobody replicates, groups of unequal sizes or a device number left out, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a microbatch size
     for which the captured graph does not hold.
     """
     with collector_paused():
-        return _plan(dag, receive_bytes, gather_bytes)
+        return _plan(dag, receive_bytes, gather_bytes, reduce_bytes)
 
 
-def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
+def _plan(dag: Dag, receive_bytes: int, gather_bytes: int, reduce_bytes: int) -> Plan:
     dag = _placed(dag)
     _check_claimed(dag)
     _check_sizes(dag)
@@ -57,6 +65,7 @@ def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
         num_devices,
         receive_bytes=receive_bytes,
         gather_bytes=gather_bytes,
+        reduce_bytes=reduce_bytes,
     )
     devices, communicators = cutter.cut()
     weighted = dag.loss_kind is LossKind.WEIGHTED

@@ -12,6 +12,7 @@ from piper.ops.update import OptimizerStep, Update
 from piper.ops.write_buffer import StoreBuffer, WriteBuffer
 from piper.plan.model import CommunicatorInfo, DevicePlan
 from piper.planner.early import Early
+from piper.planner.flights import Flights
 from piper.planner.program import Program
 from piper.planner.sums import PartialSums, sums_of
 
@@ -19,7 +20,8 @@ from piper.planner.sums import PartialSums, sums_of
 class Cutter:
     """Walks the total order once and appends each node to the programs of its devices.
 
-    ``receive_bytes`` and ``gather_bytes`` bound, per device, what is received and gathered before it is needed.
+    ``receive_bytes`` and ``gather_bytes`` bound, per device, what is received and gathered before it is needed, ``reduce_bytes``
+    what other collectives are given that are in flight.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Cutter:
         *,
         receive_bytes: int,
         gather_bytes: int,
+        reduce_bytes: int,
     ) -> None:
         self.dag, self.order = dag, order
         self.messages = {
@@ -50,6 +53,7 @@ class Cutter:
         self.sums = [PartialSums(p, totals, dag.values, self.messages) for p in self.programs]
         self.receives = [Early(receive_bytes) for _ in range(num_devices)]
         self.gathers = [Early(gather_bytes) for _ in range(num_devices)]
+        self.flights = [Flights(reduce_bytes) for _ in range(num_devices)]
         self.gathered: set[tuple[DeviceId, NodeId]] = set()  # needed by some chunk so far
         self._expect()
 
@@ -273,13 +277,19 @@ class Cutter:
         for group in comm.groups:
             for position, device in enumerate(group):
                 program = self.programs[device]
-                if comm.work.consumes(position):
-                    site = self._site(comm, group, position, program)
-                    program.emit(comm.work.lower(site), consume=site.inputs)
-                    program.drop_unread(site.outputs, site.stream)
-                    self.sums[device].reduced(comm.id, comm.outputs)
-                else:
+                if not comm.work.consumes(position):
                     self.receives[device].require(comm.id, program)
+                    continue
+                collective = comm.work.delivers(position)
+                nbytes = sum(self.messages[v].nbytes for v in comm.inputs)
+                if collective:
+                    self.flights[device].make_room(nbytes, program)
+                site = self._site(comm, group, position, program)
+                program.emit(comm.work.lower(site), consume=site.inputs)
+                program.drop_unread(site.outputs, site.stream)
+                if collective:
+                    self.flights[device].started(site.outputs, nbytes)
+                self.sums[device].reduced(comm.id, comm.outputs)
 
     def _site(
         self, comm: Comm, group: tuple[DeviceId, ...], position: int, program: Program

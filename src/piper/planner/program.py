@@ -88,6 +88,10 @@ class Program:
             self._last_chunks = (self._last_chunks[1], index)
         self._release(consume, stream)
 
+    def wait_for(self, slots: Iterable[Slot], stream: Stream = COMPUTE) -> None:
+        """Let *stream* wait for whatever fills *slots*."""
+        self._wait_for_writers(stream, slots)
+
     def finish(self) -> DevicePlan:
         """The plan; events are numbered by the instructions that something waits for."""
         self._settle()
