@@ -14,7 +14,7 @@ from piper.plan.model import CommunicatorInfo, DevicePlan
 from piper.planner.early import Early
 from piper.planner.flights import Flights
 from piper.planner.program import Program
-from piper.planner.sums import PartialSums, sums_of
+from piper.planner.sums import Ownership, PartialSums, sums_of
 
 
 class Cutter:
@@ -50,7 +50,10 @@ class Cutter:
         uses = _uses(dag, self.reports, num_devices)
         self.programs = [Program(DeviceId(d), uses[d]) for d in range(num_devices)]
         totals = sums_of(dag)
-        self.sums = [PartialSums(p, totals, dag.values, self.messages) for p in self.programs]
+        owned = Ownership(dag)
+        self.sums = [
+            PartialSums(p, totals, dag.values, self.messages, owned) for p in self.programs
+        ]
         self.receives = [Early(receive_bytes) for _ in range(num_devices)]
         self.gathers = [Early(gather_bytes) for _ in range(num_devices)]
         self.flights = [Flights(reduce_bytes) for _ in range(num_devices)]
