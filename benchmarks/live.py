@@ -28,6 +28,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
+        self._counting = False
         self._made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
@@ -40,10 +41,15 @@ class Live(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operators come by themselves
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-                    self.show(leaf)
+        if func.is_view:
+            return result
+        known = len(self._made)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+                self.show(leaf)
+        # FSDP2's own operators, and those that write to given tensors, follow a storage's resize.
+        grown = len(self._made) > known or func.namespace != "aten" or "out" in (kwargs or {})
+        if self._counting and grown:
             self.peak = max(self.peak, self.now())
         return result
 
@@ -69,9 +75,10 @@ class Live(TorchDispatchMode):
     def measure(self, step: Callable[[], object]) -> int:
         """The most that is alive during *step*."""
         gc.collect()
-        self.peak = self.now()
+        self.peak, self._counting = self.now(), True
         with self:
             step()
+        self._counting = False
         return self.peak
 
 

@@ -88,6 +88,8 @@ class Setup(msgspec.Struct, frozen=True):
     rows: int
     microbatches: int
     most: int
+    modes: tuple[str, ...] = TORCH_MODES
+    levels: tuple[int, ...] = LEVELS
 
     @property
     def block_bytes(self) -> int:
@@ -410,10 +412,10 @@ def work(rank: int, setup: Setup) -> None:
 def peak_lines(search: Search) -> Iterator[str]:
     setup, model = search.setup, search.model
     batch = batch_of(setup, setup.rows)
-    for mode in TORCH_MODES:
+    for mode in setup.modes:
         found = measure(search.torch_side.start(model, mode, batch))
         yield f"peak      torch {mode:11} live {_mib(found.live)}, resident {_mib(found.resident)}"
-    for level in LEVELS:
+    for level in setup.levels:
         start, planned = search.piper_side.start(model, level, batch, setup.rows)
         found = measure(start, planned)
         yield (
@@ -426,7 +428,7 @@ def largest_lines(search: Search) -> Iterator[str]:
     setup = search.setup
     budget = search.of(WHOLE, setup.rows)
     found: dict[str | int, int] = {}
-    for variant in (WHOLE, RESHARD, *LEVELS):
+    for variant in (WHOLE, RESHARD, *setup.levels):
         found[variant], peak = search.run(variant, budget)
         name = f"torch {variant}" if isinstance(variant, str) else f"piper ZeRO-{variant}"
         capped = " (as many as were tried)" if found[variant] == setup.most else ""
@@ -434,7 +436,7 @@ def largest_lines(search: Search) -> Iterator[str]:
             f"largest   {name:17} {found[variant]:3} rows in {_mib(budget)}{capped}; "
             f"measured {_mib(peak)}"
         )
-    best = max(found[level] for level in LEVELS)
+    best = max(found[level] for level in setup.levels)
     yield (
         f"largest   piper / torch: {best / max(found[WHOLE], 1):.2f} without resharding (goal 3), "
         f"{best / max(found[RESHARD], 1):.2f} with (goal 1)"
@@ -446,12 +448,12 @@ def gradient_lines(setup: Setup, side: TorchSide) -> Iterator[str]:
     batch = batch_of(small, 2)
     for schedule, (_, owned) in TORCH_SCHEDULES.items():
         model = build_model(small, sum(map(len, owned))).double()
-        for mode in TORCH_MODES:
+        for mode in setup.modes:
             error = side.gradient_error(model, schedule, mode, batch)
             yield f"gradients torch {schedule:23} {mode:11} {error}"
     for name, schedule in SCHEDULES.items():
         virtual = 2 if schedule.virtual_stages else 1
-        for level in LEVELS:
+        for level in setup.levels:
             if dist.get_rank() == 0:
                 yield f"gradients piper {name:23} ZeRO-{level}      {_checked(small, name, virtual, level, batch)}"
 
@@ -483,6 +485,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="of torch's microbatch in the budget")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--most", type=int, default=64, help="rows that are tried")
+    parser.add_argument("--modes", default=",".join(TORCH_MODES), help="of torch")
+    parser.add_argument("--levels", default="0,1,2,3", help="of Piper's sharding")
     parser.add_argument("--quick", action="store_true", help="a small model, for development")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("setup", nargs="?", help=argparse.SUPPRESS)
@@ -501,6 +505,8 @@ def main() -> None:
         rows=options.rows,
         microbatches=4 if options.quick else options.microbatches,
         most=options.most,
+        modes=tuple(mode for mode in options.modes.split(",") if mode),
+        levels=tuple(int(level) for level in options.levels.split(",") if level),
     )
     stage = setup.layers // STAGES * setup.block_bytes
     print(
