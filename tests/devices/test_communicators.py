@@ -220,6 +220,42 @@ def test_reduce_scatter_gives_each_its_part_of_the_sum(together, dtype):
         assert torch.equal(out.to(torch.float64), expected)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_collectives_in_flight_at_once(together, size):
+    def body(me):
+        flat = torch.arange(2.0 * size) + me.rank
+        gathered, part = torch.empty(2 * size), torch.empty(2)
+        nothing, again = torch.empty(0), torch.empty(2 * size)
+        handles = [
+            me.all_gather(gathered, flat[:2].clone()),
+            me.reduce_scatter(part, flat),
+            me.all_gather(nothing, torch.empty(0)),
+            me.all_gather(again, flat[2:4].clone() if size > 1 else flat),
+        ]
+        for handle in reversed(handles):
+            handle.wait()
+        assert all(handle.done() for handle in handles)
+        return gathered, part, again
+
+    for rank, (gathered, part, again) in enumerate(together(size, body)):
+        first = [[r, r + 1.0] for r in range(size)]
+        assert gathered.view(size, 2).tolist() == first
+        shift = 2.0 if size > 1 else 0.0
+        assert again.view(size, 2).tolist() == [[a + shift, b + shift] for a, b in first]
+        ranks = size * (size - 1) / 2
+        assert part.tolist() == [size * (2.0 * rank + i) + ranks for i in range(2)]
+
+
+@pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter"])
+def test_members_that_differ_about_a_length_never_meet(together, verb):
+    def body(me):
+        whole, part = torch.zeros(4 + 2 * me.rank), torch.zeros(2 + me.rank)
+        getattr(me, verb)(*((whole, part) if verb == "all_gather" else (part, whole))).wait()
+
+    with pytest.raises(CommunicationError):
+        together(2, body, timeout=1.0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_to_all_with_unequal_parts(together, dtype):
     # member i sends i + j elements to member j (some parts are empty)

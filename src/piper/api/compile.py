@@ -38,6 +38,7 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     receive_bytes: int | str | None = None,
     gather_bytes: int | str | None = None,
     fetch_bytes: int | str | None = None,
+    reduce_bytes: int | str | None = None,
 ) -> Trainer:
     """Capture, plan and verify a training step, then start workers for it.
 
@@ -54,14 +55,14 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
 
     ``memory_budget`` (bytes, or a text such as ``"512MiB"``) bounds the planned peak of every device, optimizer state included, and of every
     plan that the trainer makes; ``receive_bytes``, ``gather_bytes`` and ``fetch_bytes`` bound what a device receives, gathers of sharded
-    parameters, and brings back from host memory before it is needed. See :func:`piper.plan`.
+    parameters, and brings back from host memory before it is needed, ``reduce_bytes`` what reductions have in flight. See :func:`piper.plan`.
 
     Everything that can be refused is refused here, before any worker starts: :class:`CaptureError`,
     :class:`FilterError`, :class:`DirectiveError` and its subclasses, :class:`VerificationError`, :class:`ConfigError`,
     :class:`MemoryBudgetError`.
     """
     clip = make_clip(max_grad_norm, norm_type)
-    limits = make_limits(memory_budget, receive_bytes, gather_bytes, fetch_bytes)
+    limits = make_limits(memory_budget, receive_bytes, gather_bytes, fetch_bytes, reduce_bytes)
     spec = None
     if optimizer is not None:
         groups = None if param_groups is None else tuple(param_groups)

@@ -19,6 +19,7 @@ def make_limits(
     receive_bytes: Size | None,
     gather_bytes: Size | None,
     fetch_bytes: Size | None,
+    reduce_bytes: Size | None,
 ) -> Limits:
     """The limits as given. Raises :class:`ConfigError` for a malformed size."""
 
@@ -29,6 +30,7 @@ def make_limits(
         parsed(receive_bytes, "receive_bytes"),
         parsed(gather_bytes, "gather_bytes"),
         parsed(fetch_bytes, "fetch_bytes"),
+        parsed(reduce_bytes, "reduce_bytes"),
     )
     return Limits(parsed(budget, "memory_budget"), bounds)
 

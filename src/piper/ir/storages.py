@@ -16,6 +16,25 @@ IN_PLACE_SUMS = frozenset(
 """Losses whose scalar result stays in the memory of the elementwise losses, as large as the first argument."""
 
 
+RESHAPES = frozenset(
+    f"aten.{name}"
+    for name in [
+        "_reshape_alias",
+        "_unsafe_view",
+        "alias",
+        "detach",
+        "permute",
+        "reshape",
+        "squeeze",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "view",
+    ]
+)
+"""Those of :data:`VIEWS` whose result has each element of its argument once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Made:
     """Memory that a chunk allocates: ``nbytes``, number ``number`` of the chunk. Equal numbers are the same memory."""
@@ -48,6 +67,45 @@ def output_memory(body: Body, bindings: Mapping[str, int]) -> tuple[Memory, ...]
         found.append(base)
         sizes.append(size)
     return tuple(found[ref][0] for ref in body.outputs)
+
+
+def owned_outputs(body: Body) -> tuple[bool, ...]:
+    """Whether each output of *body* is the whole of memory that is nothing else's: it may be written to where nothing reads the
+    output any more.
+
+    So it is what one of torch's own operators newly made, no view of it but one with all its elements, and in the memory of
+    neither an input nor another output. (In a captured graph an operator of torch's that is no view makes new tensors. What a
+    user's operator does is not known.)
+    """
+    # Per reference and result, a number for its memory if it is owned so far.
+    found: list[tuple[int | None, ...]] = [(None,) for _ in body.inputs]
+    memory: list[tuple[int, ...]] = [(-1 - i,) for i in range(len(body.inputs))]
+    count = 0
+    for call in body.calls:
+        refs, name = call_refs(call), call.target.rsplit(".", 1)[0]
+        if call.target == GETITEM:
+            index = _index(call)
+            found.append((found[refs[0]][index],))
+            memory.append((memory[refs[0]][index],))
+            continue
+        made = tuple(range(count, count + max(len(call.results), 1)))
+        count += len(made)
+        if name not in VIEWS:
+            owned = name.startswith("aten.") and call.target not in IN_PLACE_SUMS
+            found.append(made if owned else (None,) * len(made))
+            memory.append(made)
+        elif not refs:  # a view of a literal, which all executions share
+            found.append((None,) * len(made))
+            memory.append(made)
+        else:
+            (before,), (base,) = found[refs[0]], memory[refs[0]]
+            found.append((before if name in RESHAPES else None,) * len(made))
+            memory.append((base,) * len(made))
+    places = [memory[ref][0] for ref in body.outputs]
+    return tuple(
+        found[ref][0] is not None and places.count(place) == 1
+        for ref, place in zip(body.outputs, places, strict=True)
+    )
 
 
 def _sizes(

@@ -18,12 +18,14 @@ class Sum(Work, frozen=True):
 class Accumulate(Instruction, frozen=True, kw_only=True):
     """For each i: ``totals[i] = left[i] + right[i]``; in place where ``totals[i] == left[i]``.
 
-    The first sum of two contributions makes a new tensor: contributions may share memory with other values.
+    The first sum of two contributions makes a new tensor, since contributions may share memory with other values. Where ``left[i]``
+    is one of ``moved`` it does not: it is added to, becomes ``totals[i]``, and its slot is empty from then on.
     """
 
     totals: tuple[Slot, ...]
     left: tuple[Slot, ...]
     right: tuple[Slot, ...]
+    moved: tuple[Slot, ...] = ()
 
     def reads(self) -> tuple[Slot, ...]:
         return self.left + self.right
@@ -31,25 +33,34 @@ class Accumulate(Instruction, frozen=True, kw_only=True):
     def writes(self) -> tuple[Slot, ...]:
         return self.totals
 
+    def frees(self) -> tuple[Slot, ...]:
+        return self.moved
+
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
         slots, device = runtime.slots, runtime.device
-        triples = tuple(zip(self.totals, self.left, self.right, strict=True))
+        moved = frozenset(self.moved)
+        quadruples = tuple(
+            (total, left, right, left in moved)
+            for total, left, right in zip(self.totals, self.left, self.right, strict=True)
+        )
 
         def run() -> None:
-            for total, left, right in triples:
+            for total, left, right, moves in quadruples:
                 a, b = slots[left], slots[right]
                 assert a is not None
                 assert b is not None
-                if total == left:
-                    device.add_(a, b)
-                else:
+                if total != left and not moves:
                     slots[total] = device.add(a, b)
+                    continue
+                device.add_(a, b)
+                if moves:
+                    slots[total], slots[left] = a, None
 
         return run
 
     def describe(self) -> str:
         sums = (
-            f"%{t} = %{a} + %{b}"
+            f"%{t} = %{a} {'+=' if a in self.moved else '+'} %{b}"
             for t, a, b in zip(self.totals, self.left, self.right, strict=True)
         )
         return f"accumulate {', '.join(sums)}"

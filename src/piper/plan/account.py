@@ -208,9 +208,7 @@ class _Walk:
             case LoadInput():
                 self._fill(instruction.slot, self._loaded(instruction))
             case Accumulate():
-                for total in instruction.totals:
-                    if total not in self.slots:
-                        self._make(total)
+                self._accumulate(instruction)
             case Wait():
                 stream, count = self.events[instruction.event]
                 self._complete(self.queues[stream], count)
@@ -243,6 +241,14 @@ class _Walk:
                 self._fill(slot, given[place.index])
             else:
                 self._fill(slot, made.setdefault(place.number, _Storage(place.nbytes)))
+
+    def _accumulate(self, instruction: Accumulate) -> None:
+        for total, left in zip(instruction.totals, instruction.left, strict=True):
+            if left in instruction.moved:
+                self._fill(total, self.slots[left])
+                self._empty(left)
+            elif total not in self.slots:
+                self._make(total)
 
     def _dying(self, position: int) -> set[Slot]:
         """The slots that are freed right after an instruction, on its stream: a chunk gives these inputs up itself."""

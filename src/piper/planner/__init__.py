@@ -1,8 +1,8 @@
 """The planner: a distributed training DAG becomes one program per device.
 
 ``streams`` chooses one total order, ``gathers`` lets consecutive chunks share gathered parameters, ``cut`` walks the order and lowers
-each node on each of its devices, ``early`` starts receives, gathers and fetches before they are needed, ``sums`` adds contributions as they
-come, ``budget`` chooses how much may be early, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
+each node on each of its devices, ``early`` starts receives, gathers and fetches before they are needed, ``flights`` bounds what else
+is in flight, ``sums`` adds contributions as they come, ``budget`` chooses how much of all that there may be, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,16 +36,18 @@ def plan(
     receive_bytes: Size | None = None,
     gather_bytes: Size | None = None,
     fetch_bytes: Size | None = None,
+    reduce_bytes: Size | None = None,
 ) -> Plan:
     """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
 
     ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed (default: 16 MiB),
     ``gather_bytes`` the sharded parameters that are gathered before they are needed, ``fetch_bytes`` what is brought back from host
     memory before it is needed. The latter two are by default what the one chunk that needs the most needs: what the next chunk
-    needs is under way while the one before runs, and a device holds what two chunks need, not the whole model. Sizes are
+    needs is under way while the one before runs, and a device holds what two chunks need, not the whole model. ``reduce_bytes`` bounds
+    what reductions of gradients (and what puts updated parameters together) are given that are in flight at once (default: 64 MiB). Sizes are
     bytes or texts such as ``"512MiB"``.
 
-    ``memory_budget`` bounds every device's planned peak (see :mod:`piper.plan.memory` for what counts). Of the three bounds, those that are
+    ``memory_budget`` bounds every device's planned peak (see :mod:`piper.plan.memory` for what counts). Of these bounds, those that are
     not given are then lowered as far as it takes, and no further. The optimizer's state is part of the peak if
     ``optimizer_bytes`` says how large it is; ``frame_bytes`` says what carries a message (both as in :func:`piper.plan.account.account`).
 
@@ -59,6 +61,7 @@ def plan(
         "receive_bytes": receive_bytes,
         "gather_bytes": gather_bytes,
         "fetch_bytes": fetch_bytes,
+        "reduce_bytes": reduce_bytes,
     }
     budget, *bounds = (
         None if size is None else to_bytes(size, name) for name, size in sizes.items()

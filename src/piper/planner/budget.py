@@ -1,6 +1,6 @@
 """How much memory the plan may use: bounds on what is started before it is needed, chosen so that every device's peak fits.
 
-What receives, gathers and fetches hold while they are early is the only part of a step's memory that the planner is free to choose; all
+What receives, gathers and fetches hold while they are early, and what collectives have in flight, is the only part of a step's memory that the planner is free to choose; all
 else follows from the strategy. The bounds go down a ladder of halves, all together, from what they are without a budget to
 nothing; the highest step that fits is found by bisection. Then each is put back to the top by itself if that fits too. So a
 plan is cut a few times at most; the order of its nodes is chosen once.
@@ -19,6 +19,9 @@ from piper.plan.model import Plan
 
 RECEIVE_BYTES = 16 * 1024 * 1024
 """Bound on early receives where none is given: more hides nothing, since a sender is seldom that far ahead."""
+
+REDUCE_BYTES = 64 * 1024 * 1024
+"""Bound on collectives in flight where none is given: enough to keep a link busy."""
 
 _UNITS = {
     "": 1,
@@ -46,11 +49,14 @@ def to_bytes(size: Size, what: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bytes per device that may be received, gathered and fetched before they are needed; ``None``: the planner's default."""
+    """Bytes per device that may be received, gathered and fetched before they are needed, and that other collectives may be given that
+    are in flight; ``None``: the planner's default.
+    """
 
     receive: int | None = None
     gather: int | None = None
     fetch: int | None = None
+    reduce: int | None = None
 
     def filled(self, defaults: "Bounds") -> "Bounds":
         """These, and *defaults* where there is none."""
@@ -58,6 +64,7 @@ class Bounds:
             defaults.receive if self.receive is None else self.receive,
             defaults.gather if self.gather is None else self.gather,
             defaults.fetch if self.fetch is None else self.fetch,
+            defaults.reduce if self.reduce is None else self.reduce,
         )
 
 
@@ -103,7 +110,7 @@ class _Search:
         given = self._limits.bounds
         free = [
             name
-            for name in ("fetch", "gather", "receive")
+            for name in ("fetch", "gather", "receive", "reduce")
             if getattr(given, name) is None and getattr(self._top, name)
         ]
         low, high = 0, max((getattr(self._top, name).bit_length() for name in free), default=0)
@@ -123,7 +130,7 @@ class _Search:
 
     def _lowered(self, steps: Mapping[str, int]) -> Bounds:
         """The bounds so many halves below the top."""
-        names = ("receive", "gather", "fetch")
+        names = ("receive", "gather", "fetch", "reduce")
         return Bounds(*(getattr(self._top, name) >> steps.get(name, 0) for name in names))
 
     def _try(self, bounds: Bounds) -> Plan | None:

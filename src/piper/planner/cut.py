@@ -14,10 +14,11 @@ from piper.ops.report import Report
 from piper.ops.update import OptimizerStep, Update
 from piper.ops.write_buffer import StoreBuffer, WriteBuffer
 from piper.plan.model import CommunicatorInfo, DevicePlan
-from piper.planner.budget import RECEIVE_BYTES, Bounds
+from piper.planner.budget import RECEIVE_BYTES, REDUCE_BYTES, Bounds
 from piper.planner.early import Early
+from piper.planner.flights import Flights
 from piper.planner.program import Program
-from piper.planner.sums import PartialSums, sums_of
+from piper.planner.sums import Ownership, PartialSums, sums_of
 
 FETCH_LEAD = 4.0
 """A fetch starts that many times its estimated duration before it is needed: estimates are rough, and several may be under way."""
@@ -26,8 +27,9 @@ FETCH_LEAD = 4.0
 class Cutter:
     """Walks the total order once and appends each node to the programs of its devices.
 
-    ``bounds`` are on what is received, gathered and fetched before it is needed, per device (``None``: as much as one chunk needs at most,
-    for receives :data:`~piper.planner.budget.RECEIVE_BYTES`). ``seconds`` are estimated durations.
+    ``bounds`` are on what is received, gathered and fetched before it is needed, and on what other collectives are given that are in
+    flight, per device (``None``: as much as one chunk needs at most, for receives and collectives
+    :data:`~piper.planner.budget.RECEIVE_BYTES` and ``REDUCE_BYTES``). ``seconds`` are estimated durations.
     """
 
     def __init__(
@@ -54,11 +56,15 @@ class Cutter:
         uses = _uses(dag, self.reports, num_devices)
         self.programs = [Program(DeviceId(d), uses[d]) for d in range(num_devices)]
         totals = sums_of(dag)
-        self.sums = [PartialSums(p, totals, dag.values, self.messages) for p in self.programs]
-        bounds = bounds.filled(Bounds(receive=RECEIVE_BYTES))
+        owned = Ownership(dag)
+        self.sums = [
+            PartialSums(p, totals, dag.values, self.messages, owned) for p in self.programs
+        ]
+        bounds = bounds.filled(Bounds(receive=RECEIVE_BYTES, reduce=REDUCE_BYTES))
         self.receives = [Early(bounds.receive) for _ in range(num_devices)]
         self.gathers = [Early(bounds.gather) for _ in range(num_devices)]
         self.fetches = [Early(bounds.fetch) for _ in range(num_devices)]
+        self.flights = [Flights(bounds.reduce) for _ in range(num_devices)]
         self.computed = [0] * num_devices  # chunks that were issued
         self.fetched = _fetched_early(dag)
         self.gathered: set[tuple[DeviceId, NodeId]] = set()  # needed by some chunk so far
@@ -80,8 +86,8 @@ class Cutter:
     @property
     def bounds(self) -> Bounds:
         """What the bounds come to, on the device where that is the most."""
-        kinds = (self.receives, self.gathers, self.fetches)
-        return Bounds(*(max(early.limit for early in kind) for kind in kinds))
+        kinds = (self.receives, self.gathers, self.fetches, self.flights)
+        return Bounds(*(max(of_device.limit for of_device in kind) for kind in kinds))
 
     # --- chunks -----------------------------------------------------------------------------------
 
@@ -333,16 +339,22 @@ class Cutter:
         for group in comm.groups:
             for position, device in enumerate(group):
                 program = self.programs[device]
-                if comm.work.consumes(position):
-                    site = self._site(comm, group, position, program)
-                    late = comm.work.releases_late
-                    program.emit(comm.work.lower(site), consume=() if late else site.inputs)
-                    if late:
-                        program.release_late(site.inputs)
-                    program.drop_unread(site.outputs, site.stream)
-                    self.sums[device].reduced(comm.id, comm.outputs)
-                else:
+                if not comm.work.consumes(position):
                     self.receives[device].require(comm.id, program)
+                    continue
+                collective = comm.work.delivers(position) and len(group) > 1
+                nbytes = sum(self.messages[v].nbytes for v in comm.inputs)
+                if collective:
+                    self.flights[device].make_room(nbytes, program)
+                site = self._site(comm, group, position, program)
+                late = comm.work.releases_late
+                program.emit(comm.work.lower(site), consume=() if late else site.inputs)
+                if late:
+                    program.release_late(site.inputs)
+                program.drop_unread(site.outputs, site.stream)
+                if collective:
+                    self.flights[device].started(site.outputs, nbytes)
+                self.sums[device].reduced(comm.id, comm.outputs)
 
     def _site(
         self, comm: Comm, group: tuple[DeviceId, ...], position: int, program: Program

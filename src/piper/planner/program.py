@@ -38,6 +38,12 @@ class Program:
         self._settled: dict[Stream, list[Slot]] = {}  # to be freed before the next chunk
         self._last_chunks = (-1, -1)  # positions of the last chunk but one, and of the last
 
+    def is_last_use(self, slot: Slot) -> bool:
+        """Whether one read of *slot* is left, and the reads before are over as far as *COMPUTE* knows: it may be emptied by the
+        next instruction there without holding up the device.
+        """
+        return self._uses[self._slots[slot].value] == 1 and not self._just_issued(slot, COMPUTE)
+
     def has(self, value: ValueId) -> bool:
         """Whether *value* is on this device by now."""
         return value in self._slot_of
@@ -45,6 +51,10 @@ class Program:
     def slot(self, value: ValueId) -> Slot:
         """The slot of a value that is on this device."""
         return self._slot_of[value]
+
+    def value(self, slot: Slot) -> ValueId:
+        """The value that *slot* was made for."""
+        return self._slots[slot].value
 
     def allocate(
         self, value: Value, message: Message, shard: tuple[int, int] | None = None
@@ -74,6 +84,8 @@ class Program:
         self._wait_for_writers(stream, reads)
         if writes:
             self._wait_for_all(stream, writes)
+        if frees := instruction.frees():
+            self._wait_for_all(stream, frees)
         index = self._append(instruction)
         writer, readers = self._writer, self._readers
         for slot in writes:
@@ -86,7 +98,11 @@ class Program:
                 mine[stream] = index
         if isinstance(instruction, Compute):
             self._last_chunks = (self._last_chunks[1], index)
-        self._release(consume, stream)
+        self._release(consume, stream, frees)
+
+    def wait_for(self, slots: Iterable[Slot], stream: Stream = COMPUTE) -> None:
+        """Let *stream* wait for whatever fills *slots*."""
+        self._wait_for_writers(stream, slots)
 
     def release_late(self, slots: Iterable[Slot]) -> None:
         """What was just issued reads *slots* and has to be waited for before they are given up: if it was their last reader, they are
@@ -152,14 +168,16 @@ class Program:
         wait = Wait(node=self._instructions[index].node, stream=stream, event=EventId(-1))
         self._waits[self._append(wait)] = index
 
-    def _release(self, consumed: Iterable[Slot], stream: Stream) -> None:
+    def _release(
+        self, consumed: Iterable[Slot], stream: Stream, emptied: Sequence[Slot] = ()
+    ) -> None:
         dead: list[Slot] = []
         for slot in consumed:
             info = self._slots[slot]
             if info.role in STATE:
                 continue
             self._uses[info.value] -= 1
-            if self._uses[info.value]:
+            if self._uses[info.value] or slot in emptied:
                 continue
             if self._just_issued(slot, stream):
                 self._put_off.setdefault(stream, []).append(slot)

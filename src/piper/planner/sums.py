@@ -1,11 +1,15 @@
 """Sums on one device: each contribution is added when it has come, one instruction per contributing node."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from piper.ids import COMPUTE, NodeId, Slot, ValueId
-from piper.ir.dag import Chunk, Dag, Value
+from piper.ids import COMPUTE, BodyId, NodeId, Slot, ValueId
+from piper.ir.dag import Chunk, Comm, Dag, Value
+from piper.ir.storages import owned_outputs
 from piper.ops.accumulate import Accumulate
+from piper.ops.all_reduce import AllReduce
 from piper.ops.base import Message
+from piper.ops.compute import Call
+from piper.ops.reduce_scatter import ReduceScatter
 from piper.planner.program import Program
 
 
@@ -20,8 +24,32 @@ def sums_of(dag: Dag) -> dict[ValueId, ValueId]:
     return found
 
 
+class Ownership:
+    """Which values have memory that is nothing else's when they come into being: what reductions
+    make, and of chunks' outputs what :func:`~piper.ir.storages.owned_outputs` says.
+    """
+
+    def __init__(self, dag: Dag) -> None:
+        self._dag = dag
+        self._outputs: dict[BodyId, tuple[bool, ...]] = {}
+
+    def __call__(self, value: ValueId) -> bool:
+        node = self._dag.nodes[self._dag.producers[value]]
+        if isinstance(node, Comm):
+            return isinstance(node.work, (AllReduce, ReduceScatter))
+        if not isinstance(node.work, Call):
+            return False
+        body = node.work.body
+        if body not in self._outputs:
+            self._outputs[body] = owned_outputs(self._dag.bodies[body])
+        return self._outputs[body][node.outputs.index(value)]
+
+
 class PartialSums:
     """The running sums of one device.
+
+    The first of a total's contributions becomes the total, and the others are added to it in place, where its memory is its own;
+    else the first addition makes a new tensor.
 
     Adding is put off a little: past the sends of the chunk that made the contributions, and past the start of the next
     reduction where they come from one, so that neither waits for the addition nor the addition for them.
@@ -33,8 +61,9 @@ class PartialSums:
         totals: Mapping[ValueId, ValueId],
         values: Mapping[ValueId, Value],
         messages: Mapping[ValueId, Message],
+        owned: Callable[[ValueId], bool],
     ) -> None:
-        self._program, self._totals = program, totals
+        self._program, self._totals, self._owned = program, totals, owned
         self._values, self._messages = values, messages
         self._partial: dict[ValueId, Slot] = {}
         self._computed: list[tuple[NodeId, list[ValueId]]] = []
@@ -75,6 +104,7 @@ class PartialSums:
         left: list[Slot] = []
         right: list[Slot] = []
         used: list[Slot] = []
+        moved: list[Slot] = []
         for value in values:
             total, slot = self._totals[value], program.slot(value)
             before = partial.get(total)
@@ -84,6 +114,9 @@ class PartialSums:
             if not program.has(total):
                 program.allocate(self._values[total], self._messages[total])
                 used.append(before)
+                first = program.value(before)
+                if self._owned(first) and program.is_last_use(before):
+                    moved.append(before)
             partial[total] = program.slot(total)
             totals.append(partial[total])
             left.append(before)
@@ -96,5 +129,6 @@ class PartialSums:
                 totals=tuple(totals),
                 left=tuple(left),
                 right=tuple(right),
+                moved=tuple(moved),
             )
             program.emit(instruction, consume=used)

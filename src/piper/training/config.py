@@ -235,14 +235,15 @@ class MemorySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """``[memory]``: sizes in bytes, or texts such as ``"512MiB"``.
 
     *budget* bounds what any device needs for a step, as planned. *receive_bytes*, *gather_bytes* and *fetch_bytes* bound what a
-    device receives, gathers of sharded parameters, and brings back from host memory before it is needed; without them the planner
-    chooses.
+    device receives, gathers of sharded parameters, and brings back from host memory before it is needed, *reduce_bytes* what reductions have in
+    flight; without them the planner chooses.
     """
 
     budget: Index | str | None = None
     receive_bytes: Index | str | None = None
     gather_bytes: Index | str | None = None
     fetch_bytes: Index | str | None = None
+    reduce_bytes: Index | str | None = None
 
     def limits(self) -> Limits:
         """What the planner wants to know.
@@ -250,7 +251,9 @@ class MemorySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Raises:
             ConfigError: a text that is no size.
         """
-        return make_limits(self.budget, self.receive_bytes, self.gather_bytes, self.fetch_bytes)
+        return make_limits(
+            self.budget, self.receive_bytes, self.gather_bytes, self.fetch_bytes, self.reduce_bytes
+        )
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -124,6 +124,7 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
             receive_bytes=config.memory.receive_bytes,
             gather_bytes=config.memory.gather_bytes,
             fetch_bytes=config.memory.fetch_bytes,
+            reduce_bytes=config.memory.reduce_bytes,
         )
         with trainer, Interrupts() as interrupts:
             files.write_strategy(directives, trainer.program.plan)

@@ -16,6 +16,7 @@ from piper.verify.events import check_events
 from piper.verify.fidelity import check_fidelity
 from piper.verify.lifetime import check_lifetime
 from piper.verify.matching import check_matching
+from piper.verify.ownership import check_ownership
 from piper.verify.races import check_races
 from piper.verify.report import Report
 from piper.verify.structure import check_structure
@@ -52,6 +53,7 @@ def _examine(plan: Plan) -> tuple[Subject, list[Problem]]:
         return subject, problems[:_SHOWN]
     problems = _some(check_events(subject)) + _some(check_fidelity(subject))
     problems += _some(check_lifetime(subject))
+    problems += _some(check_ownership(subject))
     problems += _some(check_races(subject))
     if mismatches := _some(check_matching(subject)):
         return subject, problems + mismatches

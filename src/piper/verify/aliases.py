@@ -7,7 +7,6 @@ the parameter or buffer itself. Every other write makes a new tensor.
 from collections.abc import Mapping
 
 from piper.ids import BodyId, Slot
-from piper.ir import storages
 from piper.ir.body import Body, call_refs
 from piper.ir.views import VIEWS as TENSOR_VIEWS
 from piper.ops.compute import Compute

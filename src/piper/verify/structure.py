@@ -221,7 +221,16 @@ def _meeting(
 def _accumulate(instruction: Instruction) -> Sequence[str]:
     assert isinstance(instruction, Accumulate)
     lengths = (len(instruction.totals), len(instruction.left), len(instruction.right))
-    return [] if len(set(lengths)) == 1 else [f"totals, left and right have lengths {lengths}"]
+    if len(set(lengths)) != 1:
+        return [f"totals, left and right have lengths {lengths}"]
+    kept = {
+        left
+        for total, left in zip(instruction.totals, instruction.left, strict=True)
+        if total != left
+    }
+    if stray := sorted(set(instruction.moved) - kept):
+        return [f"moves {stray}, which it does not add to another slot"]
+    return []
 
 
 def _update(instruction: Instruction) -> Sequence[str]:
