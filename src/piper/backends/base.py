@@ -123,13 +123,15 @@ class Backend(Protocol):
         first_step: int,
         num_steps: int | None = None,
         seed: int = 0,
+        loss_scale: float = 1.0,
     ) -> RunResult:
         """Run steps ``first_step`` to ``first_step + num_steps - 1`` of plan *key*, one call per
         worker.
 
         *data* is a list of global batches, one per step (*num_steps* may be left out), or a
         function of the step that is called by the workers that load inputs. A step whose batch has
-        another signature than the plan ends the run before that step, on all devices alike.
+        another signature than the plan ends the run before that step, on all devices alike. *loss_scale* is what a plan whose loss is
+        scaled scales it by, in all of these steps.
         """
 
     def snapshot(self, *, optimizer: bool = True) -> StateSnapshot:
@@ -321,6 +323,7 @@ class WorkerBackend(ABC):
         first_step: int,
         num_steps: int | None = None,
         seed: int = 0,
+        loss_scale: float = 1.0,
     ) -> RunResult:
         """See :class:`Backend`."""
         known = self._known[key]
@@ -349,6 +352,7 @@ class WorkerBackend(ABC):
                 "num_steps": count,
                 "seed": seed,
                 "agree": callable(data),
+                "loss_scale": loss_scale,
             }
             for mine in _by_device(known.plan)
         ]
@@ -373,7 +377,7 @@ class WorkerBackend(ABC):
         """See :class:`Backend`."""
         holdings = self._initialised()
         dag = holdings.plan.dag
-        check_snapshot(snapshot, dag.parameters, dag.buffers)
+        check_snapshot(snapshot, dag.parameters, dag.buffers, dag.precision)
         self._call_all(
             "restore", [{"snapshot": _part(snapshot, names)} for names in holdings.names]
         )
@@ -422,6 +426,8 @@ def _refuse_missing_copies(plan: Plan, holdings: _Holdings, constants: frozenset
             )
         forms = {(i.name, i.shard) for i in first.slots if i.role in _PARAMETERS}
         forms |= {(name, None) for name in held - {name for name, _ in forms}}
+        masters = {n for n, shard in forms if shard is None and n in holdings.plan.dag.parameters}
+        forms |= {(name, (0, 1)) for name in masters if holdings.plan.dag.has_master(name)}
         for info in mine.slots:
             if info.role in _PARAMETERS and (info.name, info.shard) not in forms:
                 form = "whole" if info.shard is None else "a slice of it"

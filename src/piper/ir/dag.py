@@ -380,10 +380,13 @@ class Dag:
                 return chunk.outputs[0], chunk.participants[0]
         return None
 
+    def master_dtype(self, parameter: str) -> DType:
+        """The element type in which a parameter is updated."""
+        return master_dtype(self.parameters[parameter], self.precision)
+
     def has_master(self, parameter: str) -> bool:
         """Whether a parameter is updated in another type than it is read in, on a copy."""
-        info = self.parameters[parameter]
-        return master_dtype(info, self.precision) is not info.spec.dtype
+        return self.master_dtype(parameter) is not self.parameters[parameter].spec.dtype
 
     @property
     def num_microbatches(self) -> int:
