@@ -40,7 +40,9 @@ def check_capture(
     dag = program.captured.dag
     size = program.plan.microbatch_size
     tensors = model_tensors(model)
-    reference = Reference(model, loss_fn, dag, tensors, None, seed, precision=precision)
+    # The graph by itself does not scale its loss; a training step does.
+    unscaled = None if precision is None else replace(precision, loss_scale=None)
+    reference = Reference(model, loss_fn, dag, tensors, None, seed, precision=unscaled)
     rows = Rows(dag.batch)
     parts = (rows.take(batch, torch.arange(i, i + size)) for i in range(0, dag.batch_size, size))
     part = next((p for p in parts if dag.loss_kind is LossKind.MEAN or reference.weight(p)), None)

@@ -15,6 +15,7 @@ from piper.api.separate_uses import SeparateUses
 from piper.capture.batch import as_arguments
 from piper.capture.joint import LossFn
 from piper.capture.precision import Precision, cast, is_cast
+from piper.devices.tensors import torch_dtype
 from piper.dtypes import DType
 from piper.ir.body import TensorSpec
 from piper.ir.dag import Clip, Dag, LossKind, Parameter
@@ -70,8 +71,10 @@ class Reference:
         buffers = {n: t for n, t in tensors.items() if n in dag.buffers}
         declared = dag.parameters
         if precision is not None:
-            parameters = cast(parameters, precision.master)
-            declared = {n: _declared(p, precision.types.master) for n, p in declared.items()}
+            declared = {n: _declared(p, dag.master_dtype(n)) for n, p in declared.items()}
+            parameters = {
+                n: t.to(torch_dtype(declared[n].spec.dtype)) for n, t in parameters.items()
+            }
         self.state = ModelState(parameters, buffers, declared, optimizer, torch.device("cpu"))
 
     def gradients(self, batch: Batch, num_microbatches: int, step: int) -> ReferenceStep:
@@ -224,8 +227,6 @@ class _Parameters:
         return {name: gradient.detach() for name, gradient in sums.items()}
 
 
-def _declared(parameter: Parameter, master: DType) -> Parameter:
-    """*parameter* as it is kept: in the *master* type."""
-    spec = parameter.spec
-    dtype = master if spec.dtype.is_real_floating else spec.dtype
-    return replace(parameter, spec=TensorSpec(spec.shape, dtype))
+def _declared(parameter: Parameter, kept_in: DType) -> Parameter:
+    """*parameter* as it is kept."""
+    return replace(parameter, spec=TensorSpec(parameter.spec.shape, kept_in))

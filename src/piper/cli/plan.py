@@ -81,7 +81,10 @@ def make_program(config: RunConfig, model: Transformer) -> Program:
     """The verified plan of a training step of *model*. Needs neither weights nor data."""
     directives = config.strategy.directives()
     clip = make_clip(config.train.max_grad_norm, 2.0)
-    return Programs(model, transformer_loss, directives, clip=clip).training(_batch(config))
+    programs = Programs(
+        model, transformer_loss, directives, clip=clip, precision=config.train.policy()
+    )
+    return programs.training(_batch(config))
 
 
 def plan_memory(config: RunConfig, plan: Plan, *, measured: bool) -> tuple[DeviceMemory, ...]:
@@ -178,9 +181,13 @@ def _headline(plan: Plan) -> Text:
         "microbatch": plan.num_microbatches,
         "sequence": plan.microbatch_size,
     }
+    precision = "" if plan.dag.precision is None else f"; {plan.dag.precision}"
+    scaled = ", scaled loss" if plan.dag.loss_scaled else ""
     return Text(
         f"one step on {_count(plan.num_devices, 'device')}: "
         + " × ".join(_count(n, what) for what, n in sizes.items())
+        + precision
+        + scaled
     )
 
 

@@ -368,6 +368,8 @@ def per_element(key: str, value: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
 def merge_slices(parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
     """The tensor of which *parts* are all slices, in order."""
+    if len(parts) == 1:
+        return parts[0].reshape(tuple(shape))
     return torch.cat(list(parts)).reshape(tuple(shape))
 
 

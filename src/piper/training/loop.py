@@ -120,6 +120,7 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
             backend=config.train.make_backend(),
             seed=config.train.seed,
             max_grad_norm=config.train.max_grad_norm,
+            precision=config.train.policy(),
         )
         with trainer, Interrupts() as interrupts:
             files.write_strategy(directives, trainer.program.plan)
