@@ -14,8 +14,6 @@ from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.programs import Program, Programs
 from piper.api.rows import Rows
 from piper.backends.base import Backend, StepResult
-from piper.capture.precision import cast
-from piper.devices.tensors import torch_dtype
 from piper.errors import BatchError, StateError, nearest
 from piper.ir.dag import Dag, GradientUse, LossKind
 from piper.runtime.batch import Batch, Data
@@ -437,10 +435,9 @@ def _chained(first: Sequence[Batch], rest: Iterator[Batch]) -> Iterator[Batch]:
 
 def _user_state(dag: Dag, snapshot: StateSnapshot) -> dict[str, torch.Tensor]:
     persistent = {n: t for n, t in snapshot.buffers.items() if dag.buffers[n].persistent}
-    parameters = snapshot.parameters
-    if dag.precision is not None:
-        parameters = cast(parameters, torch_dtype(dag.precision.master))
-    return to_user_names(parameters, dag.parameters) | to_user_names(persistent, dag.buffers)
+    return to_user_names(snapshot.parameters, dag.parameters) | to_user_names(
+        persistent, dag.buffers
+    )
 
 
 def _snapshot_from(

@@ -13,6 +13,7 @@ from typing import Protocol, Self, TypeAlias
 
 import torch
 
+from piper.devices.tensors import torch_dtype
 from piper.errors import (
     AbortedError,
     BatchError,
@@ -22,7 +23,7 @@ from piper.errors import (
     RunError,
     StateError,
 )
-from piper.ir.dag import Parameter, Role
+from piper.ir.dag import ElementTypes, Parameter, Role
 from piper.ops.keep import KeepGradients
 from piper.ops.load_input import LoadInput
 from piper.ops.update import OptimizerStep
@@ -364,7 +365,8 @@ class WorkerBackend(ABC):
         holdings = self._initialised()
         arguments = [{"names": names, "optimizer": optimizer} for names in holdings.owned]
         parts = [_as_snapshot(s) for s in self._call_all("snapshot", arguments)]
-        return _merge_snapshots(_assembled(parts, holdings.plan.dag.parameters))
+        dag = holdings.plan.dag
+        return _widened(_merge_snapshots(_assembled(parts, dag.parameters)), dag.precision)
 
     def copies(self) -> list[StateSnapshot]:
         """See :class:`Backend`."""
@@ -598,6 +600,17 @@ def _merge_snapshots(parts: Sequence[StateSnapshot]) -> StateSnapshot:
             groups = part.optimizer.groups if groups is None else groups
     optimizer = None if groups is None else OptimizerSnapshot(state, groups)
     return StateSnapshot(parameters, buffers, optimizer)
+
+
+def _widened(snapshot: StateSnapshot, types: ElementTypes | None) -> StateSnapshot:
+    """*snapshot* with all floating-point parameters in the master type of *types*, those too that are not trained and kept in a shorter one."""
+    if types is None:
+        return snapshot
+    master = torch_dtype(types.master)
+    parameters = {
+        n: t.to(master) if t.is_floating_point() else t for n, t in snapshot.parameters.items()
+    }
+    return replace(snapshot, parameters=parameters)
 
 
 def _part(snapshot: StateSnapshot, names: Sequence[str]) -> StateSnapshot:
