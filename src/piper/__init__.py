@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from piper.api.compile import compile  # noqa: A004  (users write piper.compile)
     from piper.api.trainer import Trainer, TrainResult
     from piper.capture import annotate, annotate_module, capture
+    from piper.capture.precision import LossScale, Precision
     from piper.directives.offload import Offload
     from piper.directives.order import Order
     from piper.directives.place import Place
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckReport",
+    "LossScale",
     "Offload",
     "Order",
     "PiperError",
     "Place",
+    "Precision",
     "Recompute",
     "Replicate",
     "Split",
@@ -62,10 +65,12 @@ __all__ = [
 
 _HOMES = {
     "CheckReport": "piper.api.check",
+    "LossScale": "piper.capture.precision",
     "Offload": "piper.directives.offload",
     "Order": "piper.directives.order",
     "PiperError": "piper.errors",
     "Place": "piper.directives.place",
+    "Precision": "piper.capture.precision",
     "Recompute": "piper.directives.recompute",
     "Replicate": "piper.directives.replicate",
     "Split": "piper.directives.split",

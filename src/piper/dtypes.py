@@ -29,6 +29,11 @@ class DType(StrEnum):
         """Whether values of this type can carry gradients."""
         return self.value.startswith(("float", "bfloat", "complex"))
 
+    @property
+    def is_real_floating(self) -> bool:
+        """Whether it is a floating-point type that is not complex: what mixed precision speaks of."""
+        return self.value.startswith(("float", "bfloat"))
+
 
 _ITEMSIZE = {
     DType.FLOAT64: 8,

@@ -121,7 +121,7 @@ def _assert_all_there(mine: Planned, theirs: Step) -> None:
 def _tensors(found: Mapping[str, Tensor | Shard], expected: Mapping[str, Tensor]) -> float:
     """The largest error of *found*, all of whose names *expected* has; norms count among all of *expected*.
 
-    The error of a slice is relative to the whole tensor.
+    The error of a slice is relative to the whole tensor. A copy in a shorter type than is expected must be what is expected, rounded.
     """
     largest = max((float(t.double().norm()) for t in expected.values()), default=0.0)
     worst = 0.0
@@ -130,6 +130,7 @@ def _tensors(found: Mapping[str, Tensor | Shard], expected: Mapping[str, Tensor]
         if isinstance(entry, Shard):
             tensor, wanted = entry.tensor, entry.part.of(wanted)
         assert tensor.shape == wanted.shape, name
+        wanted = wanted.to(tensor.dtype)
         distance = float((tensor.double() - wanted.double()).norm())
         scale = max(float(expected[name].double().norm()), FLOOR * largest)
         error = 0.0 if distance == 0.0 else distance / scale

@@ -244,9 +244,9 @@ def test_what_nobody_holds_is_found(monkeypatch):
     model, plan, data = make(False, 1, 1, 0, "1f1b")
     leaked, update = [], ModelState.update
 
-    def leaking(self, *args):
+    def leaking(self, *args, **options):
         leaked.append(torch.zeros(1000))
-        update(self, *args)
+        update(self, *args, **options)
 
     monkeypatch.setattr(ModelState, "update", leaking)
     (found,) = measure(plan, data, model_tensors(model), ADAM)

@@ -316,7 +316,7 @@ class _Device(TensorOperations):
         plan = self.adversary.plan
         return chunk_function(plan.dag.bodies[body], plan.bindings, CPU)
 
-    def update(self, gradients, scale, norm=None, max_norm=None) -> None:
+    def update(self, gradients, scale, norm=None, max_norm=None, *, only_finite=False) -> None:
         self.sgd.update(gradients, scale, norm, max_norm)
 
     def write_buffer(self, name, value) -> None:

@@ -11,6 +11,7 @@ from piper.api.reference import Reference, ReferenceStep
 from piper.api.rows import Rows
 from piper.backends.inprocess import InProcessBackend
 from piper.capture.joint import LossFn
+from piper.capture.precision import Precision
 from piper.directives.strategy import apply
 from piper.errors import CaptureError
 from piper.ir.dag import Dag, LossKind
@@ -26,15 +27,22 @@ COARSE = 0.1
 
 
 def check_capture(
-    model: torch.nn.Module, loss_fn: LossFn, program: Program, batch: Batch, seed: int
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    program: Program,
+    batch: Batch,
+    seed: int,
+    precision: Precision | None = None,
 ) -> None:
     """Raise :class:`CaptureError` if the captured graph and eager PyTorch disagree on a microbatch of *batch*: on the first whose loss
-    has a weight. (Where none has, there is nothing to compare.)
+    has a weight. (Where none has, there is nothing to compare.) Both compute under *precision*.
     """
     dag = program.captured.dag
     size = program.plan.microbatch_size
     tensors = model_tensors(model)
-    reference = Reference(model, loss_fn, dag, tensors, None, seed)
+    # The graph by itself does not scale its loss; a training step does.
+    unscaled = None if precision is None else replace(precision, loss_scale=None)
+    reference = Reference(model, loss_fn, dag, tensors, None, seed, precision=unscaled)
     rows = Rows(dag.batch)
     parts = (rows.take(batch, torch.arange(i, i + size)) for i in range(0, dag.batch_size, size))
     part = next((p for p in parts if dag.loss_kind is LossKind.MEAN or reference.weight(p)), None)
@@ -42,7 +50,7 @@ def check_capture(
         return
     found = run_graph(replace(dag, batch_size=size), part, tensors, program.constants, seed)
     expected = reference.gradients(part, 1, 0)
-    allowed = _tolerance(tensors)
+    allowed = _tolerance(tensors, precision)
     errors = compare(found.gradients, expected.gradients)
     loss_error = scalar_error(found.loss, expected.loss)
     if loss_error <= allowed and errors.worst <= allowed:
@@ -57,8 +65,10 @@ def check_capture(
     )
 
 
-def _tolerance(tensors: Mapping[str, torch.Tensor]) -> float:
+def _tolerance(tensors: Mapping[str, torch.Tensor], precision: Precision | None) -> float:
     types = {t.dtype for t in tensors.values() if t.is_floating_point()}
+    if precision is not None:
+        types = {precision.compute}
     return max((TOLERANCE.get(t, COARSE) for t in types), default=TOLERANCE[torch.float32])
 
 

@@ -15,12 +15,13 @@ from rich.table import Table
 from piper.api.capture_check import check_capture
 from piper.api.compare import Errors, compare, scalar_error
 from piper.api.programs import Programs, make_clip, model_tensors
-from piper.api.reference import Reference
+from piper.api.reference import Reference, ReferenceStep
 from piper.api.rows import rebuild_sequence
-from piper.api.trainer import Trainer
+from piper.api.trainer import Trainer, TrainResult
 from piper.backends.base import Backend
 from piper.backends.inprocess import InProcessBackend
 from piper.capture.joint import LossFn
+from piper.capture.precision import Precision, PrecisionLike, make_precision
 from piper.directives.base import Directive
 from piper.errors import CheckError
 from piper.runtime.batch import Batch
@@ -36,6 +37,10 @@ from piper.runtime.state import (
 TOLERANCE = 1e-10
 """Largest error that counts as equal, in float64."""
 
+PRECISION_TOLERANCE = 1e-5
+"""Largest error that counts as equal under a mixed-precision policy. What is computed in the compute type is rounded alike on both sides, bit for bit;
+only sums in the reduce type (float32: 6e-8) are added in another order, which the update and the next steps make little larger."""
+
 WHOLE_BATCH_TOLERANCE = 1e-8
 """Larger differences between the step's loss and that of the whole batch in one piece are pointed out."""
 
@@ -43,7 +48,8 @@ WHOLE_BATCH_TOLERANCE = 1e-8
 @dataclass(frozen=True, slots=True)
 class StepErrors:
     """Errors of one step against single-process training: of the loss, and, on every device that holds one, of each gradient,
-    updated parameter, buffer, and tensor of the optimizer's state; of the gradients' norm, if they are clipped.
+    updated parameter, buffer, and tensor of the optimizer's state; of the gradients' norm, if they are clipped; of the scale of the loss, if that is
+    scaled, which is infinitely wrong too where a step was skipped on one side only.
     """
 
     step: int
@@ -53,6 +59,7 @@ class StepErrors:
     buffers: Errors
     optimizer: Errors
     grad_norm: float = 0.0
+    loss_scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class CheckReport:
     steps: tuple[StepErrors, ...]
     tolerance: float
     whole_batch_difference: float
+    precision: Precision | None = None
 
     @property
     def max_loss_error(self) -> float:
@@ -74,8 +82,8 @@ class CheckReport:
 
     @property
     def max_grad_error(self) -> float:
-        """Largest relative error of a gradient, or of the norm of all."""
-        return max(max(step.gradients.worst, step.grad_norm) for step in self.steps)
+        """Largest relative error of a gradient, of the norm of all, or of the scale of the loss."""
+        return max(max(s.gradients.worst, s.grad_norm, s.loss_scale) for s in self.steps)
 
     @property
     def max_param_error(self) -> float:
@@ -97,8 +105,9 @@ class CheckReport:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """A table of the worst errors, the verdict, and what to know about the loss."""
+        types = "float64" if self.precision is None else str(self.precision.types)
         table = Table(
-            "step", "what", "worst at", "error", title="against single-process training, float64"
+            "step", "what", "worst at", "error", title=f"against single-process training, {types}"
         )
         for step in self.steps:
             table.add_row(str(step.step), "loss", "", _mark(step.loss, self.tolerance))
@@ -113,6 +122,8 @@ class CheckReport:
                     table.add_row("", what, name, _mark(errors.worst, self.tolerance))
             if step.grad_norm:
                 table.add_row("", "gradients' norm", "", _mark(step.grad_norm, self.tolerance))
+            if step.loss_scale:
+                table.add_row("", "scale of the loss", "", _mark(step.loss_scale, self.tolerance))
         yield table
         yield "[green]equal[/green]" if self.ok else "[red]different[/red]"
         if self.whole_batch_difference > WHOLE_BATCH_TOLERANCE:
@@ -139,11 +150,16 @@ def check(
     seed: int = 0,
     max_grad_norm: float | None = None,
     norm_type: float = 2.0,
+    precision: PrecisionLike = None,
     batch_dims: Mapping[str, int | None] | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     backend: Backend | None = None,
 ) -> CheckReport:
     """Train a float64 copy of *model* for *steps* steps under *strategy*, and in one process, and compare.
+
+    With a *precision*, both train a copy in the model's own types under that policy instead: this shows that the strategy keeps to the
+    policy, and float64 that it computes the right thing. *tolerance* is by default :data:`TOLERANCE`, with a policy
+    :data:`PRECISION_TOLERANCE`.
 
     *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on every device that holds a copy, every
     gradient, parameter, buffer and optimizer state, and the norm where gradients are clipped. *backend* defaults to threads of this process; its workers must be threads,
@@ -151,20 +167,22 @@ def check(
     """
     if steps < 1:
         raise CheckError(f"steps must be at least 1 to compare anything, found {steps}")
-    model = copy.deepcopy(model).double()
+    policy = make_precision(precision)
+    model = copy.deepcopy(model) if policy is not None else copy.deepcopy(model).double()
 
     def fetch(step: int) -> Batch:
         inputs, targets = batch(step) if callable(batch) else batch
-        return _double(inputs), _double(targets)
+        return (inputs, targets) if policy is not None else (_double(inputs), _double(targets))
 
     groups = None if param_groups is None else tuple(param_groups)
     spec = OptimizerSpec(build=optimizer, param_groups=groups, lr_schedule=lr_schedule)
     clip = make_clip(max_grad_norm, norm_type)
-    programs = Programs(model, loss_fn, strategy, batch_dims, clip)
+    programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy)
     program = programs.training(fetch(0))
     tensors = model_tensors(model)
-    check_capture(model, loss_fn, program, fetch(0), seed)
-    reference = Reference(model, loss_fn, program.captured.dag, tensors, spec, seed, clip)
+    check_capture(model, loss_fn, program, fetch(0), seed, policy)
+    core = program.captured.dag
+    reference = Reference(model, loss_fn, core, tensors, spec, seed, programs.clip, policy)
     whole = reference.loss(fetch(0), 0)
     tap = _Tap()
     observed = OptimizerSpec(optimizer, groups, lr_schedule, tap.observe)
@@ -186,10 +204,13 @@ def check(
                     loss=scalar_error(result.loss, expected.loss),
                     gradients=tap.compare(expected.gradients, copies),
                     grad_norm=_norm_error(result.grad_norm, expected.grad_norm),
+                    loss_scale=_scale_error(result, expected),
                     **_state_errors(copies, reference.state),
                 )
             )
-    return CheckReport(tuple(errors), tolerance, scalar_error(whole, loss))
+    if tolerance is None:
+        tolerance = TOLERANCE if policy is None else PRECISION_TOLERANCE
+    return CheckReport(tuple(errors), tolerance, scalar_error(whole, loss), policy)
 
 
 def _norm_error(found: float | None, expected: float | None) -> float:
@@ -199,6 +220,15 @@ def _norm_error(found: float | None, expected: float | None) -> float:
     if math.isnan(found) and math.isnan(expected):
         return 0.0
     return scalar_error(found, expected)
+
+
+def _scale_error(result: TrainResult, expected: ReferenceStep) -> float:
+    """Relative error of the scale of the loss; infinite where one side alone updated."""
+    if result.loss_scale is None or expected.loss_scale is None:
+        return 0.0
+    if result.skipped is not expected.skipped:
+        return math.inf
+    return scalar_error(result.loss_scale, expected.loss_scale)
 
 
 class _Tap:
@@ -281,11 +311,19 @@ def _state_errors(copies: Sequence[StateSnapshot], state: ModelState) -> _StateE
 def _held_errors(
     copies: Sequence[Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]
 ) -> Errors:
-    """Errors of what each device holds. Norms count among all of *expected*, not only what is held."""
+    """Errors of what each device holds. Norms count among all of *expected*, not only what is held. A copy in another type than
+    is *expected*, as chunks read it, must be what is expected, rounded.
+    """
     held = {name for copy in copies for name in copy}
-    everything = [{**expected, **copy} for copy in copies]
-    missing = dict.fromkeys(expected.keys() - held, math.inf)
-    return Errors({**_worst(everything, expected).by_name, **missing})
+    worst = dict.fromkeys(expected.keys() - held, math.inf)
+    for copy_ in copies:
+        wanted = {
+            n: t.to(copy_[n].dtype) if n in copy_ and copy_[n].dtype != t.dtype else t
+            for n, t in expected.items()
+        }
+        for name, error in compare({**wanted, **copy_}, wanted).by_name.items():
+            worst[name] = max(error, worst.get(name, 0.0))
+    return Errors(worst)
 
 
 def _optimizer_errors(copies: Sequence[StateSnapshot], expected: StateSnapshot) -> Errors:

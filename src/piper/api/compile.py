@@ -12,6 +12,7 @@ from piper.api.trainer import Trainer
 from piper.backends import make_backend
 from piper.backends.base import Backend
 from piper.capture.joint import LossFn
+from piper.capture.precision import PrecisionLike, make_precision
 from piper.directives.base import Directive
 from piper.errors import StateError
 from piper.runtime.batch import Batch
@@ -31,6 +32,7 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     seed: int = 0,
     max_grad_norm: float | None = None,
     norm_type: float = 2.0,
+    precision: PrecisionLike = None,
     batch_dims: Mapping[str, int | None] | None = None,
     init: Weights | None = None,
     verify_capture: bool = True,
@@ -49,7 +51,9 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     the learning rates. ``backend`` is ``"ray"`` (one process per device), ``"inprocess"`` (one thread per device) or
     a backend of your own. ``max_grad_norm`` clips the gradients by the norm of all of them together, as
     ``torch.nn.utils.clip_grad_norm_`` does on one device (``norm_type`` 2 or ``math.inf``; with ``math.inf`` as bound the norm is
-    only reported). ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
+    only reported). ``precision`` is a :class:`piper.Precision`, or one of the names ``"bf16"``, ``"fp16"``, ``"float32"`` and ``"float64"``: in
+    which types is computed, reduced and updated, and whether the loss is scaled (then the norm is reported too); without it, in those that the model and
+    the batch have. ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
     model on the meta device: a mapping, or a function from names to one. ``verify_capture`` compares one
     microbatch's loss and gradients with eager PyTorch first (skipped on the meta device).
 
@@ -62,6 +66,7 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     :class:`MemoryBudgetError`.
     """
     clip = make_clip(max_grad_norm, norm_type)
+    policy = make_precision(precision)
     limits = make_limits(memory_budget, receive_bytes, gather_bytes, fetch_bytes, reduce_bytes)
     spec = None
     if optimizer is not None:
@@ -71,11 +76,11 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
         limits = replace(
             limits, optimizer_bytes=optimizer_bytes(spec), frame_bytes=frame_bytes(backend)
         )
-    programs = Programs(model, loss_fn, strategy, batch_dims, clip, limits)
+    programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy, limits)
     program = programs.training(example_batch)
     weights = init if init is not None else _weights(model)
     if verify_capture and not _on_meta(model):
-        check_capture(model, loss_fn, program, example_batch, seed)
+        check_capture(model, loss_fn, program, example_batch, seed, policy)
     chosen = make_backend(backend) if isinstance(backend, str) else backend
     return Trainer(programs, program, chosen, weights, spec, seed)
 

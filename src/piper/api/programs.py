@@ -9,6 +9,7 @@ import torch
 
 from piper.capture import Captured, capture_with_constants
 from piper.capture.joint import LossFn
+from piper.capture.precision import Precision
 from piper.directives.base import Directive
 from piper.directives.order import Order
 from piper.directives.strategy import apply
@@ -43,7 +44,8 @@ class Programs:
 
     ``batch_dims`` is that of :func:`piper.capture`. A model whose graph does not hold for the strategy's microbatch
     size is captured again at that size. So is one whose modules have changed between training and evaluation mode, or
-    some of whose parameters were frozen. ``clip`` is that of every training step, ``limits`` those of every plan.
+    some of whose parameters were frozen. ``clip`` is that of every training step, ``precision`` that of
+    every step, ``limits`` those of every plan.
     """
 
     def __init__(
@@ -53,9 +55,14 @@ class Programs:
         strategy: Sequence[Directive],
         batch_dims: Mapping[str, int | None] | None = None,
         clip: Clip | None = None,
+        precision: Precision | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self.clip, self.limits = clip, limits or Limits()
+        self.limits = limits or Limits()
+        self.precision = precision
+        self.loss_scaled = precision is not None and precision.loss_scale is not None
+        # Whether all gradients are finite is seen by their norm.
+        self.clip = Clip(Norm.L2, None) if self.loss_scaled and clip is None else clip
         self.model, self.loss_fn, self.batch_dims = model, loss_fn, batch_dims
         self.strategy = tuple(strategy)
         self._made: dict[tuple[object, ...], Program] = {}
@@ -97,7 +104,9 @@ class Programs:
 
         def applied() -> Dag:
             core = self._captured[alike].dag
-            return apply(use_gradients(core, use, self.clip).dag if grad else core, strategy)
+            if grad:
+                core = use_gradients(core, use, self.clip, loss_scaled=self.loss_scaled).dag
+            return apply(core, strategy)
 
         if alike not in self._captured:
             self._captured[alike] = self._capture(batch, None, grad=grad)
@@ -116,6 +125,7 @@ class Programs:
             batch_dims=self.batch_dims,
             batch_size=size,
             grad=grad,
+            precision=self.precision,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 
+from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.programs import Program, Programs
 from piper.api.rows import Rows
 from piper.backends.base import Backend, StepResult
@@ -38,7 +39,8 @@ class TrainResult:
 
     ``loss`` is that of the global batch; ``seconds`` the time of the slowest worker; ``tokens`` the number of
     elements of the targets' first tensor if those are integers, else the rows of the batch. ``grad_norm`` is the norm of
-    all gradients before they were clipped, where ``max_grad_norm`` was given and parameters were updated.
+    all gradients before they were clipped, where ``max_grad_norm`` was given, or the loss is scaled, and parameters were updated. Where it is,
+    ``loss_scale`` is what it was scaled by in this step, and ``skipped`` says that some gradient was not finite, so that nothing was updated.
     """
 
     step: int
@@ -46,6 +48,8 @@ class TrainResult:
     seconds: float
     tokens: int
     grad_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,7 +58,11 @@ class TrainResult:
 
 
 class Trainer:
-    """Made by :func:`piper.compile`; a context manager. The user's model is not trained in place: see :meth:`copy_to`."""
+    """Made by :func:`piper.compile`; a context manager. The user's model is not trained in place: see :meth:`copy_to`.
+
+    ``loss_scaler`` has the scale of the loss, if that is scaled; what it needs to go on after a restart is not part of the model's state, but
+    that of ``loss_scaler.state_dict()``.
+    """
 
     def __init__(
         self,
@@ -73,9 +81,12 @@ class Trainer:
         self._kept: set[str] = set()  # parameters with gradients of steps that updated nothing
         self._kept_steps = 0
         self._closed = False
+        policy = None if programs.precision is None else programs.precision.loss_scale
+        self.loss_scaler = None if policy is None else LossScaler(policy)
         if optimizer is not None:
             dag = program.plan.dag
-            check_optimizer(optimizer, dag.parameters, dag.shards, program.plan.num_devices)
+            sliced = {n for n, groups in dag.shards.items() if any(len(g) > 1 for g in groups)}
+            check_optimizer(optimizer, dag.parameters, sliced, program.plan.num_devices)
         with self._closing_on_error():
             backend.start(program.plan.num_devices)
             self._load(program)
@@ -93,7 +104,7 @@ class Trainer:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps so far."""
+        """Optimizer steps so far, those that were skipped included: data and schedules go on."""
         return self._step
 
     def step(self, inputs: object, targets: object, *, update: bool = True) -> TrainResult:
@@ -163,7 +174,9 @@ class Trainer:
         return TrainResult(self._step, loss, seconds, _tokens(batch, count))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers under the user's names (tied ones under each), shapes and types, on the CPU."""
+        """Parameters and persistent buffers under the user's names (tied ones under each) and shapes, on the CPU. They have the user's types;
+        under a ``precision`` floating-point parameters have the master type, of which frozen ones hold no more than the compute type does.
+        """
         snapshot = self._snapshot(optimizer=False)
         return _user_state(self.dag, snapshot)
 
@@ -171,6 +184,7 @@ class Trainer:
         """Overwrite parameters and persistent buffers. The optimizer's state is left alone; gradients that ``step(update=False)`` kept are
         dropped, since they are those of other parameters.
 
+        Under a ``precision`` floating-point parameters of any such type are converted.
         Raises :class:`StateError` for missing, unexpected, misshapen entries, or different tensors under tied names.
         """
         current = self._snapshot(optimizer=False)
@@ -209,8 +223,7 @@ class Trainer:
             self._train = self._programs.training(batch, use)
             self._require_kept(self._train)
             (result,) = self._call(self._train, [batch], self._step)
-            results.append(self._result(result, _tokens(batch, None)))
-            self._step += 1
+            results.append(self._advance(result, _tokens(batch, None)))
             self._forget()
         return results
 
@@ -243,7 +256,7 @@ class Trainer:
                 yield self._run(first_batch)
                 done = 1
         while done < steps:
-            batches = list(islice(stream, min(BATCHES_PER_CALL, steps - done)))
+            batches = list(islice(stream, min(self._most_at_once(BATCHES_PER_CALL), steps - done)))
             if not batches:
                 raise BatchError(
                     f"the data ended after {done} of {steps} steps; give more, or ask for fewer steps"
@@ -280,12 +293,14 @@ class Trainer:
                         first_step=self._step,
                         num_steps=min(count, end - self._step),
                         seed=self._seed,
+                        loss_scale=self._scale(),
                     )
                 results = [self._advance(result, tokens) for result in run.steps]
                 if results:
                     yield results
                     slowest = max(r.seconds for r in results)
-                    count = max(1, min(1000, int(SECONDS_PER_CALL / max(slowest, 1e-4))))
+                    fitting = max(1, min(1000, int(SECONDS_PER_CALL / max(slowest, 1e-4))))
+                    count = self._most_at_once(fitting)
                 if run.stopped_at is not None:
                     sample = data(run.stopped_at)
                     break
@@ -296,7 +311,9 @@ class Trainer:
         self._load(program)
         with self._closing_on_error():
             seed = _seed_of_call(self._seed, self._kept_steps)
-            run = self._backend.run(program.key, batches, first_step=step, seed=seed)
+            run = self._backend.run(
+                program.key, batches, first_step=step, seed=seed, loss_scale=self._scale()
+            )
         if run.stopped_at is not None:
             raise BatchError(
                 f"step {run.stopped_at}: the batch does not have the signature that it was planned for: "
@@ -317,15 +334,37 @@ class Trainer:
                 self._backend.load(program.key, program.plan, program.signature, program.constants)
             self._loaded.add(program.key)
 
+    def _scale(self) -> float:
+        """What the loss of the next step is scaled by."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    def _most_at_once(self, wanted: int) -> int:
+        """Steps of one call to the workers: one where the scale of the loss may change after each."""
+        return wanted if self.loss_scaler is None else 1
+
     def _advance(self, result: StepResult, tokens: int) -> TrainResult:
+        """What a step that updates came to; the next one follows."""
         self._step = result.step + 1
-        return self._result(result, tokens)
+        found = self._result(result, tokens)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(skipped=found.skipped)
+        return found
 
     def _result(self, result: StepResult, tokens: int) -> TrainResult:
         values = result.values
         loss = _combine(self.dag.loss_kind, values["loss"], values.get("weight", {}))
         norm = values.get("grad_norm", {}).get(0)
-        return TrainResult(result.step, loss, result.seconds, tokens, norm)
+        if self.loss_scaler is None:
+            return TrainResult(result.step, loss, result.seconds, tokens, norm)
+        return TrainResult(
+            result.step,
+            loss,
+            result.seconds,
+            tokens,
+            norm,
+            loss_scale=self.loss_scaler.scale,
+            skipped=is_skipped(norm),
+        )
 
     def _snapshot(self, *, optimizer: bool) -> StateSnapshot:
         with self._closing_on_error():

@@ -13,6 +13,7 @@ from typing import Protocol, Self, TypeAlias
 
 import torch
 
+from piper.devices.tensors import torch_dtype
 from piper.errors import (
     AbortedError,
     BatchError,
@@ -22,7 +23,7 @@ from piper.errors import (
     RunError,
     StateError,
 )
-from piper.ir.dag import Parameter, Role
+from piper.ir.dag import ElementTypes, Parameter, Role
 from piper.ops.keep import KeepGradients
 from piper.ops.load_input import LoadInput
 from piper.ops.update import OptimizerStep
@@ -123,13 +124,15 @@ class Backend(Protocol):
         first_step: int,
         num_steps: int | None = None,
         seed: int = 0,
+        loss_scale: float = 1.0,
     ) -> RunResult:
         """Run steps ``first_step`` to ``first_step + num_steps - 1`` of plan *key*, one call per
         worker.
 
         *data* is a list of global batches, one per step (*num_steps* may be left out), or a
         function of the step that is called by the workers that load inputs. A step whose batch has
-        another signature than the plan ends the run before that step, on all devices alike.
+        another signature than the plan ends the run before that step, on all devices alike. *loss_scale* is what a plan whose loss is
+        scaled scales it by, in all of these steps.
         """
 
     def snapshot(self, *, optimizer: bool = True) -> StateSnapshot:
@@ -321,6 +324,7 @@ class WorkerBackend(ABC):
         first_step: int,
         num_steps: int | None = None,
         seed: int = 0,
+        loss_scale: float = 1.0,
     ) -> RunResult:
         """See :class:`Backend`."""
         known = self._known[key]
@@ -349,6 +353,7 @@ class WorkerBackend(ABC):
                 "num_steps": count,
                 "seed": seed,
                 "agree": callable(data),
+                "loss_scale": loss_scale,
             }
             for mine in _by_device(known.plan)
         ]
@@ -360,7 +365,8 @@ class WorkerBackend(ABC):
         holdings = self._initialised()
         arguments = [{"names": names, "optimizer": optimizer} for names in holdings.owned]
         parts = [_as_snapshot(s) for s in self._call_all("snapshot", arguments)]
-        return _merge_snapshots(_assembled(parts, holdings.plan.dag.parameters))
+        dag = holdings.plan.dag
+        return _widened(_merge_snapshots(_assembled(parts, dag.parameters)), dag.precision)
 
     def copies(self) -> list[StateSnapshot]:
         """See :class:`Backend`."""
@@ -373,7 +379,7 @@ class WorkerBackend(ABC):
         """See :class:`Backend`."""
         holdings = self._initialised()
         dag = holdings.plan.dag
-        check_snapshot(snapshot, dag.parameters, dag.buffers)
+        check_snapshot(snapshot, dag.parameters, dag.buffers, dag.precision)
         self._call_all(
             "restore", [{"snapshot": _part(snapshot, names)} for names in holdings.names]
         )
@@ -422,6 +428,8 @@ def _refuse_missing_copies(plan: Plan, holdings: _Holdings, constants: frozenset
             )
         forms = {(i.name, i.shard) for i in first.slots if i.role in _PARAMETERS}
         forms |= {(name, None) for name in held - {name for name, _ in forms}}
+        masters = {n for n, shard in forms if shard is None and n in holdings.plan.dag.parameters}
+        forms |= {(name, (0, 1)) for name in masters if holdings.plan.dag.has_master(name)}
         for info in mine.slots:
             if info.role in _PARAMETERS and (info.name, info.shard) not in forms:
                 form = "whole" if info.shard is None else "a slice of it"
@@ -592,6 +600,17 @@ def _merge_snapshots(parts: Sequence[StateSnapshot]) -> StateSnapshot:
             groups = part.optimizer.groups if groups is None else groups
     optimizer = None if groups is None else OptimizerSnapshot(state, groups)
     return StateSnapshot(parameters, buffers, optimizer)
+
+
+def _widened(snapshot: StateSnapshot, types: ElementTypes | None) -> StateSnapshot:
+    """*snapshot* with all floating-point parameters in the master type of *types*, those too that are not trained and kept in a shorter one."""
+    if types is None:
+        return snapshot
+    master = torch_dtype(types.master)
+    parameters = {
+        n: t.to(master) if t.is_floating_point() else t for n, t in snapshot.parameters.items()
+    }
+    return replace(snapshot, parameters=parameters)
 
 
 def _part(snapshot: StateSnapshot, names: Sequence[str]) -> StateSnapshot:

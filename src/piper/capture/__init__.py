@@ -8,6 +8,7 @@ from piper.capture.annotate import annotate, annotate_module
 from piper.capture.batch import flatten_batch
 from piper.capture.joint import LossFn, capture_joint
 from piper.capture.partition import Captured, partition
+from piper.capture.precision import PrecisionLike, check_model, make_precision
 from piper.ir.dag import Dag
 from piper.pausing import collector_paused
 
@@ -22,6 +23,7 @@ def capture(
     batch_dims: Mapping[str, int | None] | None = None,
     batch_size: int | None = None,
     grad: bool = True,
+    precision: PrecisionLike = None,
 ) -> Dag:
     """One training step of *model* and *loss_fn* as a DAG of chunks.
 
@@ -31,12 +33,19 @@ def capture(
     (``{"mask": None}``); leaves that are not tensors are constants, as is ``model.training``.
 
     *loss_fn* ``(outputs, targets)`` returns a scalar, the mean over samples, or ``(sum, weight)``. The
-    batch size stays symbolic unless *batch_size* fixes it. Without *grad* there is only the forward.
+    batch size stays symbolic unless *batch_size* fixes it. Without *grad* there is only the forward. *precision* is a
+    :class:`piper.Precision` or the name of one.
 
     Raises :class:`piper.errors.CaptureError` with the reason, the user's line and a remedy.
     """
     return capture_with_constants(
-        model, loss_fn, example_batch, batch_dims=batch_dims, batch_size=batch_size, grad=grad
+        model,
+        loss_fn,
+        example_batch,
+        batch_dims=batch_dims,
+        batch_size=batch_size,
+        grad=grad,
+        precision=precision,
     ).dag
 
 
@@ -48,9 +57,15 @@ def capture_with_constants(
     batch_dims: Mapping[str, int | None] | None = None,
     batch_size: int | None = None,
     grad: bool = True,
+    precision: PrecisionLike = None,
 ) -> Captured:
     """Like :func:`capture`, with the values of the DAG's constant buffers."""
     batch = flatten_batch(model.forward, example_batch, batch_dims)
+    policy = make_precision(precision)
+    if policy is not None:
+        check_model(model, policy)
     with collector_paused():
-        joint = capture_joint(model, loss_fn, batch, batch_size=batch_size, grad=grad)
+        joint = capture_joint(
+            model, loss_fn, batch, batch_size=batch_size, grad=grad, precision=policy
+        )
         return partition(joint, batch)

@@ -60,6 +60,7 @@ class _Assembly:
         self._contributions = contributions
         self._parameter = _first_names(joint.parameters)
         self._buffer = _first_names(joint.buffers)
+        self._types = None if joint.precision is None else joint.precision.types
         self._values: dict[ValueId, Value] = {}
         self._sources: dict[tuple[Role, str], ValueId] = {}
         self._of_node: dict[Node, ValueId] = {}
@@ -85,7 +86,7 @@ class _Assembly:
             nodes=nodes,
             values=self._values,
             bodies=self._bodies,
-            parameters={p.name: p for p in map(_parameter, joint.parameters)},
+            parameters={p.name: p for p in self._parameters()},
             buffers={b.name: b for b in self._buffers()},
             batch=tuple(self._leaves()),
             batch_size=batch.size or joint.captured_size,
@@ -99,6 +100,7 @@ class _Assembly:
             buffer_updates={
                 self._buffer[name]: self._of_node[node] for name, node in joint.buffer_updates
             },
+            precision=self._types,
         )
 
     def _members(self) -> list[list[Node]]:
@@ -163,6 +165,15 @@ class _Assembly:
             case _:
                 return Role.SEED, ""
 
+    def _parameters(self) -> Iterator[Parameter]:
+        """The parameters as chunks read them."""
+        for state in self._joint.parameters:
+            first, *aliases = state.names
+            spec = tensor_spec(state.tensor, f"parameter {first!r}")
+            if self._types is not None and spec.dtype.is_real_floating:
+                spec = TensorSpec(spec.shape, self._types.compute)
+            yield Parameter(first, spec, state.requires_grad, tuple(aliases))
+
     def _buffers(self) -> Iterator[Buffer]:
         for state in self._joint.buffers:
             first, *aliases = state.names
@@ -180,9 +191,3 @@ class _Assembly:
 
 def _first_names(states: Sequence[TensorState]) -> dict[str, str]:
     return {name: state.names[0] for state in states for name in state.names}
-
-
-def _parameter(state: TensorState) -> Parameter:
-    first, *aliases = state.names
-    spec: TensorSpec = tensor_spec(state.tensor, f"parameter {first!r}")
-    return Parameter(first, spec, state.requires_grad, tuple(aliases))

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from piper.capture.annotate import RegionPath
 from piper.capture.joint import Joint, ParameterInput
 from piper.capture.operators import ADD, is_size, name, same_shape, tensor_inputs
+from piper.capture.precision import is_cast
 from piper.capture.regions import Layout
 from piper.ir.dag import Pass
 
@@ -122,20 +123,36 @@ def _using_regions(joint: Joint, layout: Layout) -> dict[str, tuple[RegionPath, 
 
 
 def contributions(
-    gradients: Gradients, layout: Layout, chunk_of: dict[Node, int]
+    gradients: Gradients,
+    layout: Layout,
+    chunk_of: dict[Node, int],
+    reduce: torch.dtype | None = None,
 ) -> Mapping[int, list[tuple[str, Node]]]:
     """Per chunk, the parameters that it contributes to and the nodes that hold the contributions.
 
-    Several terms in one chunk are added there. Adds the new nodes to *layout* and *chunk_of*.
+    Several terms in one chunk are added there. With *reduce*, floating-point terms are cast to that type first, each by itself: so the
+    sum does not depend on which of them are in one chunk. Adds the new nodes to *layout* and *chunk_of*.
     """
     found: dict[int, list[tuple[str, Node]]] = {}
     for parameter, terms in gradients.terms.items():
         by_chunk: dict[int, list[Node]] = {}
         for term in terms:
-            by_chunk.setdefault(chunk_of[term], []).append(term)
+            summed = _cast(term, reduce, layout, chunk_of)
+            by_chunk.setdefault(chunk_of[term], []).append(summed)
         for chunk, parts in by_chunk.items():
             found.setdefault(chunk, []).append((parameter, _added(parts, layout, chunk_of)))
     return found
+
+
+def _cast(term: Node, dtype: torch.dtype | None, layout: Layout, chunk_of: dict[Node, int]) -> Node:
+    value = term.meta["val"]
+    if dtype is None or value.dtype == dtype or not is_cast(value):
+        return term
+    made = _insert_after(term, torch.ops.aten._to_copy.default, (term,))  # noqa: SLF001
+    made.kwargs = {"dtype": dtype}
+    made.meta["val"] = value.to(dtype)
+    layout.keys[made], chunk_of[made] = layout.keys[term], chunk_of[term]
+    return made
 
 
 def _added(parts: list[Node], layout: Layout, chunk_of: dict[Node, int]) -> Node:

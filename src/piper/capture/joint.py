@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -45,6 +45,7 @@ from piper.capture.annotate import RegionPath, RegionTrace, recording
 from piper.capture.batch import Batch
 from piper.capture.explain import explained
 from piper.capture.hooks import refuse_parameter_hooks
+from piper.capture.precision import Precision, cast
 from piper.capture.simplify import simplify
 from piper.capture.sizes import batch_symbol, dim, size_guards
 from piper.capture.states import TensorState, fake_leaves, fake_model, model_states
@@ -96,7 +97,8 @@ class Joint:
     ``gradients`` has one entry per name of a trained parameter (a tied parameter has several), with
     ``None`` where the loss does not depend on it. ``leaves`` are stand-ins of the batch's tensors by leaf
     number. ``size_guards`` are conditions on :data:`~piper.capture.sizes.SYMBOL`,
-    ``symbolic`` is false when the batch size is the constant ``captured_size``.
+    ``symbolic`` is false when the batch size is the constant ``captured_size``. Under a ``precision`` the graph reads floating-point
+    parameters, and makes their gradients, in its compute type; ``parameters`` are as the model has them.
     """
 
     module: torch.fx.GraphModule
@@ -111,6 +113,7 @@ class Joint:
     captured_size: int
     symbolic: bool
     size_guards: tuple[str, ...]
+    precision: Precision | None = None
 
 
 def region(node: torch.fx.Node) -> RegionPath | None:
@@ -156,11 +159,13 @@ def capture_joint(
     *,
     batch_size: int | None,
     grad: bool,
+    precision: Precision | None = None,
 ) -> Joint:
     """Record one step of *model* and *loss_fn* on the shapes of *batch*; no data is computed.
 
     *batch_size* ``None`` keeps the batch size symbolic, a number fixes it. With *grad* false only the
-    forward is recorded. The model may be on ``meta``; it is left exactly as it was.
+    forward is recorded. The model may be on ``meta``; it is left exactly as it was. *precision* says in which types
+    is computed.
 
     Raises :class:`piper.errors.CaptureError` for whatever one graph cannot express.
     """
@@ -173,8 +178,9 @@ def capture_joint(
     rows = batch_symbol(fake, hint) if batch_size is None and batch.size is not None else hint
     leaves = fake_leaves(fake, batch, rows)
     parameters, buffers = model_states(model)
-    with fake_model(model, fake, grad=grad):
-        step = _StepModule(model, loss_fn, batch)
+    compute = None if precision is None else precision.compute
+    with fake_model(model, fake, grad=grad, compute=compute):
+        step = _StepModule(model, loss_fn, batch, precision)
         graph_module = _trace(step, list(leaves.values()), fake)
         weighted = step.weighted
     symbolic = isinstance(rows, torch.SymInt) and not isinstance(dim(rows), int)
@@ -190,6 +196,7 @@ def capture_joint(
         symbolic=symbolic,
         size_guards=size_guards(shape_env) if symbolic else (),
     )
+    joint = replace(joint, precision=precision)
     _refuse_random_backward(joint)
     if grad and not any(isinstance(i, SeedInput) for i in joint.inputs.values()):
         raise CaptureError(
@@ -213,9 +220,12 @@ def check_torch_version(version: str) -> None:
 class _StepModule(nn.Module):
     """Model and loss as one module over the tensor leaves of the batch, returning plain scalars."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, batch: Batch) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, batch: Batch, precision: Precision | None
+    ) -> None:
         super().__init__()
         self.model = model
+        self._precision = precision
         # Kept out of the module tree: what a loss module registers is not part of the model.
         self._hidden = (loss_fn, batch)
         self.weighted = False
@@ -231,8 +241,12 @@ class _StepModule(nn.Module):
             [next(stream) if leaf.is_tensor else leaf.value for leaf in batch.leaves]
         )
         with recording(self.trace):
+            if self._precision is not None:
+                args, kwargs = cast((args, kwargs), self._precision.compute)
             outputs = self.model(*args, **kwargs)
             self._write_back(buffers)
+            if self._precision is not None:
+                outputs = cast(outputs, self._precision.output)
             result = self._checked(loss_fn(outputs, targets))
         self.trace.begin_backward()
         with _disable_current_modes():

@@ -47,7 +47,8 @@ def partition(joint: Joint, batch: Batch) -> Captured:
     layout = lay_out(joint, outputs, gradients.cut)
     gradients = bring_home(gradients, joint, layout)
     chunk_of = _chunks(joint, layout)
-    parts = contributions(gradients, layout, chunk_of)
+    reduce = None if joint.precision is None else joint.precision.reduce
+    parts = contributions(gradients, layout, chunk_of, reduce)
     dag = build_dag(joint, batch, layout, constants, chunk_of, parts)
     return Captured(dag, constants.tensors)
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from piper.capture.batch import Batch
 from piper.capture.hooks import watched_hooks
+from piper.capture.precision import is_cast
 from piper.errors import CaptureError
 
 CAPTURE_DEVICE = torch.device("cpu")
@@ -101,12 +102,15 @@ def _refuse_shared_memory(states: Sequence[tuple[torch.Tensor, tuple[str, ...]]]
 
 
 @contextmanager
-def fake_model(model: nn.Module, fake: FakeTensorMode, *, grad: bool) -> Iterator[None]:
-    """Give *model* stand-ins for its parameters and buffers; afterwards restore everything.
+def fake_model(
+    model: nn.Module, fake: FakeTensorMode, *, grad: bool, compute: torch.dtype | None = None
+) -> Iterator[None]:
+    """Give *model* stand-ins for its parameters and buffers; afterwards restore everything. Those for floating-point parameters are
+    of type *compute*, if given.
 
     Whatever the forward assigns to attributes of a module during the capture is undone too.
     """
-    stand_ins = _StandIns(fake, trained=grad)
+    stand_ins = _StandIns(fake, trained=grad, compute=compute)
     modules = list(model.modules())
     saved = [_Attributes(module) for module in modules]
     try:
@@ -145,10 +149,11 @@ class _Attributes:
 
 
 class _StandIns:
-    """One stand-in per tensor, of the same shape, strides and type."""
+    """One stand-in per tensor, of the same shape and strides; of the same type, but for floating-point parameters if *compute* is given."""
 
-    def __init__(self, fake: FakeTensorMode, *, trained: bool) -> None:
+    def __init__(self, fake: FakeTensorMode, *, trained: bool, compute: torch.dtype | None) -> None:
         self._fake = fake
+        self._compute = compute
         self._trained = trained
         self._parameters: dict[int, nn.Parameter] = {}
         self._buffers: dict[int, torch.Tensor] = {}
@@ -159,7 +164,9 @@ class _StandIns:
             return None
         if id(tensor) not in self._parameters:
             trained = tensor.requires_grad and self._trained
-            self._parameters[id(tensor)] = nn.Parameter(self._empty(tensor), requires_grad=trained)
+            dtype = self._compute if is_cast(tensor) else None
+            stand_in = self._empty(tensor, dtype)
+            self._parameters[id(tensor)] = nn.Parameter(stand_in, requires_grad=trained)
         return self._parameters[id(tensor)]
 
     def buffer(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -170,8 +177,8 @@ class _StandIns:
             self._buffers[id(tensor)] = self._empty(tensor)
         return self._buffers[id(tensor)]
 
-    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _empty(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         with self._fake:
             return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CAPTURE_DEVICE
+                tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=CAPTURE_DEVICE
             )

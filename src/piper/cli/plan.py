@@ -95,7 +95,14 @@ def make_program(config: RunConfig, model: Transformer, *, measured: bool = Fals
         optimizer_bytes=optimizer_bytes(config.optimizer),
         frame_bytes=_frame_bytes(config, measured=measured),
     )
-    programs = Programs(model, transformer_loss, directives, clip=clip, limits=limits)
+    programs = Programs(
+        model,
+        transformer_loss,
+        directives,
+        clip=clip,
+        precision=config.train.policy(),
+        limits=limits,
+    )
     return programs.training(_batch(config))
 
 
@@ -196,9 +203,13 @@ def _headline(plan: Plan) -> Text:
         "microbatch": plan.num_microbatches,
         "sequence": plan.microbatch_size,
     }
+    precision = "" if plan.dag.precision is None else f"; {plan.dag.precision}"
+    scaled = ", scaled loss" if plan.dag.loss_scaled else ""
     return Text(
         f"one step on {_count(plan.num_devices, 'device')}: "
         + " × ".join(_count(n, what) for what, n in sizes.items())
+        + precision
+        + scaled
     )
 
 

@@ -15,11 +15,19 @@ class TensorOperations:
 
     torch_device: torch.device
 
-    def flatten(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """A new flat tensor holding the elements of *tensors*, one after the other."""
+    def flatten(
+        self,
+        tensors: Sequence[Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: DType | None = None,
+    ) -> torch.Tensor:
+        """A new flat tensor holding the elements of *tensors*, one after the other, converted to *dtype* if given."""
         flat = [as_torch(tensor).reshape(-1) for tensor in tensors]
         assert len(flat) == len(shapes)
-        return torch.cat(flat)
+        if dtype is None:
+            return torch.cat(flat)
+        out = self.empty(sum(part.numel() for part in flat), dtype)
+        return torch.cat(flat, out=out)
 
     def unflatten(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Views of *flat* with the given shapes, one after the other."""
@@ -67,6 +75,10 @@ class TensorOperations:
         """Quotient by a scalar, a new tensor of *a*'s type."""
         dividend = as_torch(a)
         return (dividend / as_torch(divisor)).to(dividend.dtype)
+
+    def multiply(self, a: Tensor, b: Tensor) -> torch.Tensor:
+        """Product of two scalars, a new float64 scalar."""
+        return as_torch(a).double() * as_torch(b).double()
 
     def zero_(self, a: Tensor) -> None:
         """Overwrite *a* by zeros."""

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from piper.dtypes import DType
 from piper.ids import COMPUTE, BodyId, DeviceId, NodeId, Stream, ValueId
 from piper.ir.body import Body, TensorSpec
 from piper.ops.base import Work
@@ -47,6 +48,7 @@ class Role(StrEnum):
     INPUT = "input"  # a batch leaf, rows of one microbatch
     SHARD = "shard"  # state: this device's slice of the parameter; named by it
     SEED = "seed"  # gradient of the step's loss with respect to one microbatch's loss
+    SCALE = "scale"  # state: what seeds, and so all gradients, are multiplied by in this step
     ACTIVATION = "activation"  # anything else that a chunk made
     CONTRIBUTION = "contribution"  # one chunk's part of a parameter's gradient
     TOTAL = "total"  # a sum of contributions, or of loss weights
@@ -56,11 +58,13 @@ class Role(StrEnum):
     NORM = "norm"  # a part of the gradients' norm, or the norm
 
 
-SOURCES = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.KEPT, Role.INPUT, Role.SEED})
+SOURCES = frozenset(
+    {Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.KEPT, Role.INPUT, Role.SEED, Role.SCALE}
+)
 """Roles of values that no node produces."""
 
 
-STATE = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.KEPT, Role.SEED})
+STATE = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.KEPT, Role.SEED, Role.SCALE})
 """Roles of values that exist before the step and after it."""
 
 
@@ -236,6 +240,33 @@ class Clip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_norm: float | None
 
 
+class ElementTypes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Mixed precision: floating-point parameters are read in ``compute``, their gradients summed in ``reduce``, they are updated in
+    ``master``; the model's outputs reach the loss in ``output``. Complex numbers and integers stay as they are.
+    """
+
+    compute: DType
+    reduce: DType
+    master: DType
+    output: DType
+
+    def __str__(self) -> str:
+        return (
+            f"{self.compute} compute, {self.reduce} sums of gradients, {self.master} master weights"
+        )
+
+
+def master_dtype(parameter: Parameter, types: ElementTypes | None) -> DType:
+    """The element type in which *parameter* is updated; chunks read it in that of its spec.
+
+    One that is not trained is kept as it is read.
+    """
+    read = parameter.spec.dtype
+    if types is None or not parameter.requires_grad or not read.is_real_floating:
+        return read
+    return types.master
+
+
 class GradientUse(StrEnum):
     """What becomes of a step's gradients."""
 
@@ -261,6 +292,10 @@ class Dag:
     ``contributions`` lists, per parameter, the gradient contributions of all core chunks. ``buffer_updates``
     gives the final value of each buffer that the forward writes. ``shards`` lists, for each sharded parameter, the device groups of which
     member i holds slice i. ``clip`` and ``gradient_use`` say what is done with the gradients. ``directives`` is the history, as text.
+    ``precision`` says in which types is computed, summed and updated, where these differ from the model's. A parameter that is not updated in the
+    type in which it is read has a *master copy*, of role SHARD: a slice, or where the parameter is not sharded all of it, in
+    a group of one device. ``loss_scaled``: every seed is multiplied by the step's SCALE, gradients are divided by it, and nothing is
+    updated unless their norm is finite.
     """
 
     nodes: Mapping[NodeId, Node]
@@ -285,6 +320,8 @@ class Dag:
     directives: tuple[str, ...] = field(default=())
     clip: Clip | None = None
     gradient_use: GradientUse = GradientUse.UPDATE
+    precision: ElementTypes | None = None
+    loss_scaled: bool = False
 
     @cached_property
     def producers(self) -> Mapping[ValueId, NodeId]:
@@ -352,6 +389,14 @@ class Dag:
             if isinstance(chunk.work, NormRoot):
                 return chunk.outputs[0], chunk.participants[0]
         return None
+
+    def master_dtype(self, parameter: str) -> DType:
+        """The element type in which a parameter is updated."""
+        return master_dtype(self.parameters[parameter], self.precision)
+
+    def has_master(self, parameter: str) -> bool:
+        """Whether a parameter is updated in another type than it is read in, on a copy."""
+        return self.master_dtype(parameter) is not self.parameters[parameter].spec.dtype
 
     @property
     def num_microbatches(self) -> int:

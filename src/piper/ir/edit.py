@@ -49,9 +49,12 @@ def add_replication(dag: Dag, replication: Replication, changed: Mapping[NodeId,
     return Edit(replace(dag, nodes=nodes, replications=(*dag.replications, replication)), {})
 
 
-def use_gradients(dag: Dag, use: GradientUse, clip: Clip | None) -> Edit:
-    """Say what becomes of the gradients; no core node changes."""
-    return Edit(replace(dag, gradient_use=use, clip=clip), {})
+def use_gradients(
+    dag: Dag, use: GradientUse, clip: Clip | None, *, loss_scaled: bool = False
+) -> Edit:
+    """Say what becomes of the gradients; no core node changes. Where the loss is scaled their norm must be asked for."""
+    assert clip is not None or not loss_scaled, "whether gradients are finite is seen by their norm"
+    return Edit(replace(dag, gradient_use=use, clip=clip, loss_scaled=loss_scaled), {})
 
 
 def add_order(dag: Dag, edges: Sequence[OrderEdge]) -> Edit:

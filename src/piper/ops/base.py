@@ -120,8 +120,13 @@ class RandomKey(msgspec.Struct, frozen=True):
 class Device(Protocol):
     """Executes work on streams. One per rank."""
 
-    def flatten(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        """A new flat tensor holding the elements of *tensors*, one after the other."""
+    def flatten(
+        self,
+        tensors: Sequence[Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: DType | None = None,
+    ) -> Tensor:
+        """A new flat tensor holding the elements of *tensors*, one after the other, converted to *dtype* if given."""
 
     def unflatten(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
         """Views of *flat* with the given shapes, one after the other."""
@@ -154,6 +159,9 @@ class Device(Protocol):
 
     def divide(self, a: Tensor, divisor: Tensor) -> Tensor:
         """A new tensor a / divisor of a's type; *divisor* is a scalar."""
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """A new float64 scalar a · b; both are scalars."""
 
     def zero_(self, a: Tensor) -> None:
         """Overwrite *a* by zeros."""
@@ -219,10 +227,12 @@ class State(Protocol):
         scale: Tensor | None,
         norm: Tensor | None = None,
         max_norm: float | None = None,
+        *,
+        only_finite: bool = False,
     ) -> None:
         """Give the named parameters their gradients (each divided by the scalar *scale* if given, then clipped to *max_norm* if
         given, *norm* being that of all parameters' gradients) and let the optimizer update them.
-        Parameters that are not named are left alone.
+        Parameters that are not named are left alone; all are, if *only_finite* and *norm* is not finite.
         """
 
     def write_buffer(self, name: str, value: Tensor) -> None:

@@ -10,13 +10,20 @@ from piper.ops.base import Handle, Instruction, Runtime, Tensor, Work, instructi
 class Update(Work, frozen=True):
     """Inputs: one gradient per name of ``parameters``; then, if ``scaled``, the scalar that all are divided by; then, if there is a
     ``max_norm`` to which they are clipped, the norm of all parameters' gradients; then, if ``sharded``, the device's slice of each parameter,
-    which is what is updated. Outputs: the updated slices, if ``sharded``.
+    which is what is updated. Outputs: the updated slices, if ``sharded``. With ``only_finite`` the norm is an input in any case, and nothing
+    changes unless it is finite.
     """
 
     parameters: tuple[str, ...]
     scaled: bool = False
     sharded: bool = False
     max_norm: float | None = None
+    only_finite: bool = False
+
+    @property
+    def normed(self) -> bool:
+        """Whether the norm is an input."""
+        return self.only_finite or self.max_norm is not None
 
     def overwrites(self) -> tuple[tuple[str, str], ...]:
         return tuple(("shard" if self.sharded else "parameter", name) for name in self.parameters)
@@ -25,7 +32,7 @@ class Update(Work, frozen=True):
 @instruction
 class OptimizerStep(Instruction, frozen=True, kw_only=True):
     """Update the named parameters (whose slots are ``parameters``) from ``gradients``, each divided by ``scale`` and then clipped to
-    ``max_norm``, ``grad_norm`` being that of all.
+    ``max_norm``, ``grad_norm`` being that of all. With ``only_finite`` do nothing unless that is finite.
     """
 
     names: tuple[str, ...]
@@ -34,6 +41,7 @@ class OptimizerStep(Instruction, frozen=True, kw_only=True):
     scale: Slot | None = None
     grad_norm: Slot | None = None
     max_norm: float | None = None
+    only_finite: bool = False
 
     def reads(self) -> tuple[Slot, ...]:
         return (
@@ -48,6 +56,7 @@ class OptimizerStep(Instruction, frozen=True, kw_only=True):
         slots, state = runtime.slots, runtime.state
         pairs = tuple(zip(self.names, self.gradients, strict=True))
         scale, norm, max_norm = self.scale, self.grad_norm, self.max_norm
+        only_finite = self.only_finite
 
         def run() -> None:
             gradients: dict[str, Tensor] = {}
@@ -56,12 +65,17 @@ class OptimizerStep(Instruction, frozen=True, kw_only=True):
                 assert gradient is not None
                 gradients[name] = gradient
             divisor = None if scale is None else slots[scale]
-            state.update(gradients, divisor, None if norm is None else slots[norm], max_norm)
+            measured = None if norm is None else slots[norm]
+            state.update(gradients, divisor, measured, max_norm, only_finite=only_finite)
 
         return run
 
     def describe(self) -> str:
-        clipped = (
-            "" if self.grad_norm is None else f", norm %{self.grad_norm} clipped to {self.max_norm}"
-        )
-        return f"optimizer_step {', '.join(self.names)}{clipped}"
+        return f"optimizer_step {', '.join(self.names)}{self._normed()}"
+
+    def _normed(self) -> str:
+        if self.grad_norm is None:
+            return ""
+        words = [] if self.max_norm is None else [f"clipped to {self.max_norm}"]
+        words += ["if finite"] if self.only_finite else []
+        return f", norm %{self.grad_norm} {', '.join(words)}"

@@ -167,6 +167,7 @@ class _Walk:
             self._fill(Slot(number), storage)
         if self.mine.device == 0:
             self._hold_unused()
+        self._hold_idle_masters()
         for nbytes in self._trained():
             self.ledger.hold(_Storage(of_optimizer(nbytes)), Category.OPTIMIZER)
 
@@ -178,10 +179,26 @@ class _Walk:
             if name not in used:
                 nbytes = parameter.spec.nbytes(plan.bindings)
                 self.ledger.hold(_Storage(nbytes), Category.PARAMETERS)
+                self._hold_master(name)
         for name, buffer in plan.dag.buffers.items():
             if name not in used:
                 nbytes = buffer.spec.nbytes(plan.bindings)
                 self.ledger.hold(_Storage(nbytes), Category.BUFFERS)
+
+    def _hold_idle_masters(self) -> None:
+        """What is trained, though not in this step, has a master copy too."""
+        held: dict[Category, set[str]] = {}
+        for info in self.mine.slots:
+            held.setdefault(category_of(info.role), set()).add(info.name)
+        whole, sliced = (held.get(c, set()) for c in (Category.PARAMETERS, Category.SHARDS))
+        for name in sorted(whole - sliced):
+            self._hold_master(name)
+
+    def _hold_master(self, name: str) -> None:
+        dag = self.plan.dag
+        if dag.has_master(name):
+            nbytes = dag.parameters[name].spec.numel() * dag.master_dtype(name).itemsize
+            self.ledger.hold(_Storage(nbytes), Category.SHARDS)
 
     def _trained(self) -> Iterable[int]:
         """Bytes of each tensor that the optimizer updates: a parameter, or its slice without padding."""
@@ -195,7 +212,7 @@ class _Walk:
                     index, count = shard
                     length = shard_length(shape, count)
                     numel = max(0, min(numel - index * length, length))
-                yield numel * spec.dtype.itemsize
+                yield numel * self.mine.slots[slot].message.dtype.itemsize
 
     # --- instructions -----------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from piper.ir.dag import (
     Clip,
     Comm,
     Dag,
+    ElementTypes,
     GradientUse,
     LossKind,
     OrderEdge,
@@ -81,6 +82,8 @@ class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directives: tuple[str, ...]
     clip: Clip | None
     gradient_use: GradientUse
+    precision: ElementTypes | None
+    loss_scaled: bool
 
 
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

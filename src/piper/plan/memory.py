@@ -25,7 +25,7 @@ class Category(StrEnum):
 
     COMMUNICATION = "communication"  # in flight: messages, posted receives, flat buckets
     PARAMETERS = "parameters"
-    SHARDS = "shards"  # slices of parameters
+    SHARDS = "shards"  # slices of parameters, master copies
     OPTIMIZER = "optimizer"
     BUFFERS = "buffers"
     GATHERED = "gathered"  # whole parameters, made of slices for some uses
@@ -40,6 +40,7 @@ CATEGORY_OF_ROLE: Mapping[Role, Category] = {
     Role.SHARD: Category.SHARDS,
     Role.BUFFER: Category.BUFFERS,
     Role.SEED: Category.BUFFERS,
+    Role.SCALE: Category.BUFFERS,
     Role.GATHERED: Category.GATHERED,
     Role.CONTRIBUTION: Category.GRADIENTS,
     Role.TOTAL: Category.GRADIENTS,

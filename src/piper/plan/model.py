@@ -20,7 +20,7 @@ VERSION = 1
 class SlotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One entry of a device's value table: the DAG value that it holds, and its bound shape and type.
 
-    Slots with role PARAMETER, SHARD, BUFFER and SEED are filled before the step and never freed (the plan's *state* slots);
+    Slots with role PARAMETER, SHARD, BUFFER, KEPT, SEED and SCALE are filled before the step and never freed (the plan's *state* slots);
     ``name`` is the parameter's or buffer's. All others start empty and end empty. ``shard`` is, for role SHARD, which of
     how many slices the slot holds.
     """

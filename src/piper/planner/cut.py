@@ -193,11 +193,9 @@ class Cutter:
         role = Role.SHARD if work.sharded else Role.PARAMETER
         states = [self.state_values[role, name] for name in work.parameters]
         parameters = tuple(self._state(value, device) for value in states)
-        read = tuple(
-            program.slot(v)
-            for v in chunk.inputs
-            if program.has(v) and self.dag.values[v].role is not Role.SHARD
-        )
+        values = self.dag.values
+        given = [v for v in chunk.inputs if values[v].role is not Role.SHARD]
+        read = self._present(given, program)
         count = len(work.parameters)
         scalars = iter(read[count:])
         program.emit(
@@ -208,8 +206,9 @@ class Cutter:
                 parameters=parameters,
                 gradients=read[:count],
                 scale=next(scalars) if work.scaled else None,
-                grad_norm=next(scalars) if work.max_norm is not None else None,
+                grad_norm=next(scalars) if work.normed else None,
                 max_norm=work.max_norm,
+                only_finite=work.only_finite,
             ),
             consume=read,
         )

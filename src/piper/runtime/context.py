@@ -17,6 +17,7 @@ class Context:
     device: torch.device
     step: int = 0
     seed: int = 0
+    loss_scale: float = 1.0
     leaves: dict[str, object] = field(default_factory=dict)
     values: dict[str, dict[int, torch.Tensor | float]] = field(default_factory=dict)
     by_index: dict[int, BatchLeaf] = field(init=False)

@@ -104,7 +104,14 @@ class Program:
         self._plan = plan
         self._mine = mine
         self._device = device
+        self._context = context
         slots = [_initial(info, plan, state, constants, device) for info in mine.slots]
+        self._scaled = [
+            (tensor, _UNSCALED[info.role](plan))
+            for info, tensor in zip(mine.slots, slots, strict=True)
+            if tensor is not None and info.role in _UNSCALED
+        ]
+        self._loss_scale = 1.0
         binding = Binding(
             plan=plan,
             device=device,
@@ -125,6 +132,7 @@ class Program:
         position = -1
         try:
             with torch.no_grad():
+                self._scale_seeds()
                 for position, closure in enumerate(self._closures):  # noqa: B007 (read on failure)
                     closure()
                 position = len(self._closures)
@@ -134,6 +142,14 @@ class Program:
             self._abandon()
             raise failure from error
         self._check_empty()
+
+    def _scale_seeds(self) -> None:
+        """Let the step's gradients be as many times as large as the context says."""
+        if self._context.loss_scale == self._loss_scale:
+            return
+        self._loss_scale = self._context.loss_scale
+        for tensor, unscaled in self._scaled:
+            tensor.fill_(unscaled * self._loss_scale)
 
     def _abandon(self) -> None:
         self._device.abandon()
@@ -183,6 +199,13 @@ def failure_class(error: BaseException) -> type[RunError]:
     return RunError
 
 
+_UNSCALED: Mapping[Role, Callable[[Plan], float]] = {
+    Role.SEED: lambda plan: plan.seed_value,
+    Role.SCALE: lambda _plan: 1.0,
+}
+"""State that is multiplied by the scale of the step's loss, and what it is without."""
+
+
 def _initial(
     info: SlotInfo,
     plan: Plan,
@@ -198,11 +221,11 @@ def _initial(
         return state.shard(info.name)
     if info.role is Role.KEPT:
         return state.kept(info.name, info.message.shape, torch_dtype(info.message.dtype))
-    if info.role is not Role.SEED:
+    if info.role not in _UNSCALED:
         return state.tensor(info.name)
     return torch.full(
         info.message.shape,
-        plan.seed_value,
+        _UNSCALED[info.role](plan),
         dtype=torch_dtype(info.message.dtype),
         device=device.torch_device,
     )

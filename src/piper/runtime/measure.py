@@ -261,6 +261,8 @@ class MeasuredProgram(Program):
                 yield category_of(info.role), as_torch(tensor)
         for parameter in self._state.parameters.values():
             yield Category.PARAMETERS, parameter
+        for shard in self._state.shards.values():
+            yield Category.SHARDS, shard
         for buffer in self._state.buffers.values():
             yield Category.BUFFERS, buffer
         for held in self._meter.flying:

@@ -14,9 +14,10 @@ from typing import TypeAlias, cast
 import torch
 from torch.optim import Optimizer
 
+from piper.devices.tensors import torch_dtype
 from piper.errors import ConfigError, StateError, nearest
 from piper.ir.body import TensorSpec
-from piper.ir.dag import Buffer, Parameter
+from piper.ir.dag import Buffer, ElementTypes, Parameter, master_dtype
 from piper.ops.base import shard_length
 
 ParamsArgument: TypeAlias = list[torch.Tensor] | list[dict[str, object]]
@@ -34,13 +35,17 @@ names.
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Slice ``index`` of ``count`` equal runs of a tensor's flattened elements (the last ones may be short or empty)."""
+    """Slice ``index`` of ``count`` equal runs of a tensor's flattened elements (the last ones may be short or empty). The only slice of a
+    tensor is the tensor itself, in its shape.
+    """
 
     index: int
     count: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice, one-dimensional, without padding; a view of *tensor* where possible."""
+        """The slice, without padding, one-dimensional unless it is the only one; a view of *tensor* where possible."""
+        if self.count == 1:
+            return tensor
         length = self.length(tuple(tensor.shape))
         return tensor.reshape(-1)[self.index * length : (self.index + 1) * length]
 
@@ -91,7 +96,7 @@ class StateSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A slice of a parameter: which, and its elements (one-dimensional, without padding)."""
+    """A slice of a parameter: which, and its elements, as :meth:`Slice.of` gives them."""
 
     part: Slice
     tensor: torch.Tensor
@@ -101,7 +106,9 @@ class ModelState:
     """Parameters and buffers of one device; the tensors keep their identity for the state's life.
 
     A device may hold a parameter whole, or a slice of it, or both; what the optimizer updates is the slice if there is one.
-    *parameters* are whole tensors in either case; *slices* says of which a slice is held, *whole* which are held whole.
+    *parameters* are whole tensors in either case; *slices* says of which a slice is held, *whole* which are held whole. Under mixed precision
+    (*types*) slices, of which a master copy is one, are in the type in which parameters are updated; values of any floating-point type are
+    converted.
 
     Raises :class:`StateError` for a tensor that does not have the model's shape or type,
     :class:`ConfigError` for an optimizer that cannot serve.
@@ -116,29 +123,34 @@ class ModelState:
         device: torch.device,
         slices: Mapping[str, Slice] | None = None,
         whole: Container[str] | None = None,
+        types: ElementTypes | None = None,
     ) -> None:
         self._device = device
+        self._updated_in = {
+            name: torch_dtype(master_dtype(model[name], types)) for name in parameters
+        }
+        for name, tensor in parameters.items():
+            check_tensor("parameter", name, tensor, model[name].spec, types)
         self._slices = dict(slices or {})
         self._kept: dict[str, torch.Tensor] = {}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         self.parameters: dict[str, torch.nn.Parameter] = {
-            name: _own(name, tensor, model[name], device)
+            name: _own(tensor, model[name], self._updated_in[name], device)
             for name, tensor in parameters.items()
             if name not in self._slices or (whole is not None and name in whole)
         }
-        self._shards = {
-            name: _padded_slice(parameters[name], part, device)
+        self.shards = {
+            name: _padded_slice(parameters[name], part, self._updated_in[name], device)
             for name, part in self._slices.items()
         }
         self._trained: dict[str, torch.nn.Parameter] = {
             **self.parameters,
             **{
                 name: torch.nn.Parameter(
-                    shard[: part.of(parameters[name]).numel()], model[name].requires_grad
+                    _unpadded(self.shards[name], part, part.of(parameters[name]).numel()),
+                    model[name].requires_grad,
                 )
-                for (name, shard), part in zip(
-                    self._shards.items(), self._slices.values(), strict=True
-                )
+                for name, part in self._slices.items()
             },
         }
         self.buffers: dict[str, torch.Tensor] = {
@@ -163,9 +175,12 @@ class ModelState:
         scale: torch.Tensor | None,
         norm: torch.Tensor | None = None,
         max_norm: float | None = None,
+        *,
+        only_finite: bool = False,
     ) -> None:
-        """Let the optimizer update the named parameters from their gradients, each divided by
-        *scale* and, given the *norm* of all parameters' gradients, clipped to *max_norm*.
+        """Let the optimizer update the named parameters from their gradients, each converted to the parameter's type, divided by
+        *scale* and, given the *norm* of all parameters' gradients, clipped to *max_norm*. With *only_finite* nothing changes unless the
+        norm is finite.
 
         Parameters that are not named keep their value and their optimizer state, as in PyTorch.
         """
@@ -173,14 +188,18 @@ class ModelState:
             raise StateError(
                 "the plan updates parameters, but the trainer has no optimizer; pass optimizer="
             )
+        if only_finite and (norm is None or not bool(torch.isfinite(norm))):
+            return
         parameters = self._trained
         clip = None if norm is None or max_norm is None else _clip_factor(norm, max_norm)
         try:
             for name, gradient in gradients.items():
                 parameter = parameters[name]
-                if name in self._slices:
-                    gradient = gradient[: parameter.numel()]  # noqa: PLW2901 (without padding)
-                final = gradient if scale is None else gradient / scale
+                part = self._slices.get(name)
+                if part is not None:
+                    gradient = _unpadded(gradient, part, parameter.numel())  # noqa: PLW2901
+                final = gradient.to(parameter.dtype)
+                final = final if scale is None else (final / scale).to(final.dtype)
                 final = final if clip is None else final * clip.to(final.dtype)
                 parameter.grad = _laid_out_like(parameter, final)
             if self._observe is not None:
@@ -213,7 +232,7 @@ class ModelState:
 
         Raises :class:`StateError` when this device does not hold one.
         """
-        found = self._shards.get(name)
+        found = self.shards.get(name)
         if found is None:
             raise StateError(
                 f"this device holds no slice of parameter {name!r}: it was given the state of a plan that does not shard it "
@@ -266,7 +285,7 @@ class ModelState:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if name in snapshot.parameters:
-                    parameter.copy_(snapshot.parameters[name])
+                    parameter.copy_(snapshot.parameters[name].to(self._updated_in[name]))
             for name, part in self._slices.items():
                 if name in snapshot.parameters:
                     self._trained[name].copy_(part.of(snapshot.parameters[name]))
@@ -349,14 +368,25 @@ def per_element(key: str, value: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
 def merge_slices(parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
     """The tensor of which *parts* are all slices, in order."""
+    if len(parts) == 1:
+        return parts[0].reshape(tuple(shape))
     return torch.cat(list(parts)).reshape(tuple(shape))
 
 
-def _padded_slice(tensor: torch.Tensor, part: Slice, device: torch.device) -> torch.Tensor:
+def _padded_slice(
+    tensor: torch.Tensor, part: Slice, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     mine = part.of(tensor.detach())
-    padded = torch.zeros(part.length(tuple(tensor.shape)), dtype=tensor.dtype, device=device)
+    if part.count == 1:
+        return mine.to(device=device, dtype=dtype, copy=True)
+    padded = torch.zeros(part.length(tuple(tensor.shape)), dtype=dtype, device=device)
     padded[: mine.numel()].copy_(mine)
     return padded
+
+
+def _unpadded(padded: torch.Tensor, part: Slice, numel: int) -> torch.Tensor:
+    """The *numel* elements of the slice that are no padding."""
+    return padded if part.count == 1 else padded[:numel]
 
 
 def build_optimizer(
@@ -452,16 +482,23 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _own(
-    name: str, tensor: torch.Tensor, declared: Parameter, device: torch.device
+    tensor: torch.Tensor, declared: Parameter, updated_in: torch.dtype, device: torch.device
 ) -> torch.nn.Parameter:
-    check_tensor("parameter", name, tensor, declared.spec)
-    own = tensor.detach().to(device, copy=True)
+    """A copy of *tensor* in the type in which chunks read it, rounded as it is after every update."""
+    read_in = torch_dtype(declared.spec.dtype)
+    own = tensor.detach().to(updated_in).to(device=device, dtype=read_in, copy=True)
     return torch.nn.Parameter(own, requires_grad=declared.requires_grad)
 
 
-def check_tensor(kind: str, name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
-    """Raise :class:`StateError` unless *tensor* has the shape and type of *spec*."""
+def check_tensor(
+    kind: str, name: str, tensor: torch.Tensor, spec: TensorSpec, types: ElementTypes | None = None
+) -> None:
+    """Raise :class:`StateError` unless *tensor* has the shape and type of *spec*; under mixed precision any floating-point type does for
+    another.
+    """
     found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    if types is not None and spec.dtype.is_real_floating and tensor.is_floating_point():
+        found = (found[0], spec.dtype.value)
     if found != (spec.shape, spec.dtype.value):
         raise StateError(
             f"{kind} {name!r}: expected {spec.dtype}{list(spec.shape)}, found {found[1]}{list(found[0])}"
@@ -469,16 +506,19 @@ def check_tensor(kind: str, name: str, tensor: torch.Tensor, spec: TensorSpec) -
 
 
 def check_snapshot(
-    snapshot: StateSnapshot, parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]
+    snapshot: StateSnapshot,
+    parameters: Mapping[str, Parameter],
+    buffers: Mapping[str, Buffer],
+    types: ElementTypes | None = None,
 ) -> None:
     """Raise :class:`StateError` unless *snapshot* is a complete state of the model (non-persistent
-    buffers may be absent).
+    buffers may be absent). Under mixed precision (*types*) its parameters may be of any floating-point type.
     """
     _check_names("parameter", snapshot.parameters, parameters, set(parameters))
     required = {name for name, buffer in buffers.items() if buffer.persistent}
     _check_names("buffer", snapshot.buffers, buffers, required)
     for name, tensor in snapshot.parameters.items():
-        check_tensor("parameter", name, tensor, parameters[name].spec)
+        check_tensor("parameter", name, tensor, parameters[name].spec, types)
     for name, tensor in snapshot.buffers.items():
         check_tensor("buffer", name, tensor, buffers[name].spec)
     if snapshot.optimizer is not None:

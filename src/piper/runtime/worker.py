@@ -121,7 +121,11 @@ class Worker:
         """Hold the parameters and buffers *names*, and an optimizer for them."""
         dag, slots = self._plans[key].plan.dag, self._plans[key].mine.slots
         slices = {i.name: Slice(*i.shard) for i in slots if i.shard is not None}
-        whole = {i.name for i in slots if i.role is Role.PARAMETER}
+        used = {i.name for i in slots if i.role in (Role.PARAMETER, Role.SHARD)}
+        whole = {i.name for i in slots if i.role is Role.PARAMETER} | (set(names) - used)
+        for name in names:
+            if name in dag.parameters and dag.has_master(name):
+                slices.setdefault(name, Slice(0, 1))
         tensors = weights(names) if callable(weights) else weights
         self._state = ModelState(
             {name: tensors[name] for name in names if name in dag.parameters},
@@ -131,6 +135,7 @@ class Worker:
             self._make_device().torch_device,
             slices,
             whole,
+            dag.precision,
         )
         for loaded in self._plans.values():
             loaded.program = self._program(loaded, self._make_device(), self._state)
@@ -144,8 +149,10 @@ class Worker:
         num_steps: int,
         seed: int,
         agree: bool,
+        loss_scale: float = 1.0,
     ) -> WorkerRun:
-        """Run steps of plan *key*. *data* is only needed where inputs are loaded.
+        """Run steps of plan *key*. *data* is only needed where inputs are loaded. Every backward starts from *loss_scale* times its usual
+        gradient.
 
         With *agree* the devices check before each step that every one of them has a batch of the
         plan's signature.
@@ -163,6 +170,7 @@ class Worker:
             assert agree or found is None, "the driver checked the batch"
             self._state.begin_step(step)
             loaded.context.step, loaded.context.seed = step, seed
+            loaded.context.loss_scale = loss_scale
             loaded.program.run()
             loaded.context.leaves = {}
             seconds = time.perf_counter() - began

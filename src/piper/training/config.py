@@ -16,11 +16,13 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 import torch
 from msgspec import Meta, inspect
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from piper.api.memory import make_limits
 from piper.api.strategies import pipeline, stages_per_group
 from piper.backends import Backend, make_backend
+from piper.capture.precision import LossScale, Precision, make_precision
+from piper.devices.tensors import torch_dtype
 from piper.directives.base import Directive
 from piper.directives.strategy import load_strategy
 from piper.errors import ConfigError, PiperError, nearest
@@ -184,6 +186,28 @@ MODEL_KINDS = ("transformer",)
 OPTIMIZER_NAMES = ("adamw", "adam", "sgd")
 
 
+class LossScaleSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[train.precision.loss_scale]``, see :class:`piper.LossScale`."""
+
+    init: Positive = 2.0**16
+    growth: Annotated[float, Meta(gt=1)] = 2.0
+    backoff: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    growth_interval: Count = 2000
+
+
+FloatingType: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
+
+
+class PrecisionSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[train.precision]``: element types by torch's names, and how the loss is scaled, if it is. See :class:`piper.Precision`."""
+
+    compute: FloatingType = "bfloat16"
+    reduce: FloatingType = "float32"
+    master: FloatingType = "float32"
+    output: FloatingType = "float32"
+    loss_scale: LossScaleSection | None = None
+
+
 class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[train]``: *batch_size* sequences over all replicas, *seq_len* bytes each.
 
@@ -191,7 +215,8 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     all parameters) is above *max_grad_norm* are scaled down to it. The held-out loss is taken
     every *eval_every* steps over *eval_batches* batches. The run ends after *steps* steps or
     *max_minutes* minutes, whichever comes first; then one process repeats the first *reference_steps*
-    of its steps, for comparison. *address* is that of a running Ray cluster; without it Ray is started
+    of its steps, for comparison, in float32 whatever the *precision* is: its name ("bf16", "fp16", "float32", "float64"), or a section of
+    its own. *address* is that of a running Ray cluster; without it Ray is started
     on this machine.
     """
 
@@ -200,6 +225,7 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seq_len: Count = 128
     warmup_steps: Index = 0
     max_grad_norm: Positive | None = None
+    precision: str | PrecisionSection | None = None
     eval_every: Count = 100
     eval_batches: Count = 16
     reference_steps: Index = 100
@@ -214,6 +240,24 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.address is not None:
             return make_backend(self.backend, address=self.address)
         return make_backend(self.backend)
+
+    def policy(self) -> Precision | None:
+        """The mixed-precision policy.
+
+        Raises:
+            ConfigError: an unknown name, or types that do not go together.
+        """
+        given = self.precision
+        if given is None or isinstance(given, str):
+            return make_precision(given)
+        scale = given.loss_scale
+        return Precision(
+            compute=torch_dtype(given.compute),
+            reduce=torch_dtype(given.reduce),
+            master=torch_dtype(given.master),
+            output=torch_dtype(given.output),
+            loss_scale=None if scale is None else LossScale(**asdict(scale)),
+        )
 
     def warmup(self) -> "Warmup | None":
         """The schedule of the learning rate, if it has one."""
@@ -336,6 +380,10 @@ def load_config(path: str | Path) -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"{path}: [memory]: {error}") from error
     try:
+        config.train.policy()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: train.precision: {error}") from error
+    try:
         config.strategy.directives()
     except PiperError as error:
         raise ConfigError(f"{path}: [strategy]: {error}") from error
@@ -447,12 +495,13 @@ def _chosen(kind: inspect.Type, value: object) -> inspect.Type:
     if not isinstance(kind, inspect.UnionType):
         return kind
     members = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
-    for member in members:
-        if not isinstance(member, inspect.StructType) or not isinstance(value, dict):
-            continue
+    sections = [member for member in members if isinstance(member, inspect.StructType)]
+    if not isinstance(value, dict):
+        return members[0]
+    for member in sections:
         if member.tag_field is not None and value.get(member.tag_field) == member.tag:
             return member
-    return members[0]
+    return (sections or members)[0]
 
 
 def _known_fields(steps: list[str], raw: object) -> list[str]:

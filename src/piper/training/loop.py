@@ -125,6 +125,7 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
             gather_bytes=config.memory.gather_bytes,
             fetch_bytes=config.memory.fetch_bytes,
             reduce_bytes=config.memory.reduce_bytes,
+            precision=config.train.policy(),
         )
         with trainer, Interrupts() as interrupts:
             files.write_strategy(directives, trainer.program.plan)

@@ -18,6 +18,8 @@ from piper.ops.all_reduce import AllReduceBucket
 from piper.ops.base import Instruction, ReduceOp
 from piper.ops.grad_norm import CombineParts, FinishNorm, MeasureGradients
 from piper.ops.keep import AddKeptGradients, KeepGradients
+from piper.ops.product import Multiply
+from piper.ops.round_masters import StoreRounded
 from piper.ops.update import OptimizerStep
 from piper.verify.deadlock import Place
 from piper.verify.fidelity import delivered_to
@@ -102,6 +104,8 @@ class _Symbolic:
             MeasureGradients: self.measure,
             CombineParts: self.norms.combine,
             FinishNorm: self.norms.finish,
+            Multiply: self.multiply,
+            StoreRounded: self.round,
         }
         for places in completed:
             device, i = places[0]
@@ -178,12 +182,28 @@ class _Symbolic:
     def refresh(self, places: Sequence[Place]) -> Iterator[str]:
         """Whole parameters are remade of slices: all of these must have been updated."""
         for device, i in places:
-            slots = self.subject.plan.devices[device].slots
-            for slot in self.subject.traces[device].writes[i]:
-                name = slots[slot].name
-                if device not in self.updated.get(name, {}):
-                    yield f"{self.subject.at(device, i)}: the slice of {name!r} was not updated before"
-                self.refreshed.setdefault(name, set()).add(device)
+            yield from self.round(device, i)
+
+    def round(self, device: int, i: int) -> Iterator[str]:
+        """Whole parameters are remade of slices or master copies: what this device holds of these must have been updated."""
+        slots = self.subject.plan.devices[device].slots
+        for slot in self.subject.traces[device].writes[i]:
+            name = slots[slot].name
+            if device not in self.updated.get(name, {}):
+                yield f"{self.subject.at(device, i)}: the slice of {name!r} was not updated before"
+            self.refreshed.setdefault(name, set()).add(device)
+
+    def multiply(self, device: int, i: int) -> Iterator[str]:
+        """The total weight is multiplied by the scale of the loss."""
+        subject, totals = self.subject, self.totals[device]
+        instruction = subject.traces[device].instructions[i]
+        assert isinstance(instruction, Multiply)
+        weight = totals.get(instruction.left)
+        role = subject.plan.devices[device].slots[instruction.right].role
+        if weight is None or weight.name != _WEIGHT or weight.scaled or role is not Role.SCALE:
+            yield f"{subject.at(device, i)}: does not multiply the loss weight by the scale of the loss"
+            return
+        totals[instruction.product] = replace(weight, scaled=True)
 
     def update(self, device: int, i: int) -> Iterator[str]:
         """Compare the sums that an update uses with what they should be."""
@@ -204,7 +224,7 @@ class _Symbolic:
                 yield self.wrong(here, device, slot, name, total)
                 continue
             info = subject.plan.devices[device].slots[parameter]
-            shard = WHOLE if info.shard is None else info.shard[0]
+            shard = WHOLE if info.shard is None or info.shard[1] == 1 else info.shard[0]
             if total.shard != shard:
                 yield f"{here}: slice {shard} of {name!r} is updated from slice {total.shard} of its gradient"
             yield from self.used(device, i, name, total, used)
@@ -225,7 +245,8 @@ class _Symbolic:
     def divided(
         self, device: int, i: int, gradients: Sequence[Slot], scale: Slot | None
     ) -> Iterator[str]:
-        """What is wrong with the scalar that *gradients* are divided by, before anything is made of them.
+        """What is wrong with the scalar that *gradients* are divided by, before anything is made of them: the total weight of a weighted loss,
+        the scale of a scaled one, or both.
 
         Once what was kept is in them, they were divided before.
         """
@@ -233,12 +254,18 @@ class _Symbolic:
         final = [t.final for s in gradients if (t := found.get(s)) is not None]
         if any(final) and not all(final):
             yield f"{here}: only some of the gradients contain what was kept"
-        weighted = self.subject.dag.loss_kind is LossKind.WEIGHTED and not any(final)
-        if (scale is not None) != weighted:
+        dag = self.subject.dag
+        weighted = dag.loss_kind is LossKind.WEIGHTED
+        divided = (weighted or dag.loss_scaled) and not any(final)
+        if (scale is not None) != divided:
             yield (
                 f"{here}: gradients must be divided by the total loss weight exactly once, when "
-                f"the loss is weighted; this loss is {self.subject.dag.loss_kind.value}"
+                f"the loss is weighted, and by its scale, when it is scaled; this loss is {dag.loss_kind.value}"
+                f"{' and scaled' if dag.loss_scaled else ''}"
             )
+        elif scale is not None and not weighted:
+            if self.subject.plan.devices[device].slots[scale].role is not Role.SCALE:
+                yield f"{here}: {self.subject.slot(device, scale)} is not the scale of the loss"
         elif scale is not None:
             weight = found.get(scale)
             if weight is None or (weight.name, weight.counts) != (
@@ -246,6 +273,8 @@ class _Symbolic:
                 self.origins.full[_WEIGHT],
             ):
                 yield self.wrong(here, device, scale, _WEIGHT, weight)
+            elif weight.scaled != dag.loss_scaled:
+                yield f"{here}: {self.subject.slot(device, scale)} should {'' if dag.loss_scaled else 'not '}contain the scale of the loss"
         adding = self.subject.dag.gradient_use is GradientUse.ADD
         instruction = self.subject.traces[device].instructions[i]
         if adding and not all(final) and not isinstance(instruction, AddKeptGradients):
@@ -291,7 +320,7 @@ class _Symbolic:
 
     def slice_on(self, device: int, name: str) -> int:
         """Which slice of a parameter *device* holds; ``WHOLE`` for one that is not sharded."""
-        groups = self.subject.dag.shards.get(name, ())
+        groups = [g for g in self.subject.dag.shards.get(name, ()) if len(g) > 1]
         return next((g.index(DeviceId(device)) for g in groups if device in g), WHOLE)
 
     def wrong(self, here: str, device: int, slot: Slot, name: str, total: Total | None) -> str:

@@ -230,8 +230,10 @@ class _Device:
             bad.append("expected a scale" if work.scaled else "expected no scale")
         if instruction.max_norm != work.max_norm:
             bad.append(f"expected max_norm {work.max_norm}, found {instruction.max_norm}")
-        if (instruction.grad_norm is None) != (work.max_norm is None):
-            bad.append("expected no norm" if work.max_norm is None else "expected a norm")
+        if instruction.only_finite != work.only_finite:
+            bad.append(f"expected only_finite {work.only_finite}, found {instruction.only_finite}")
+        if (instruction.grad_norm is not None) != work.normed:
+            bad.append("expected a norm" if work.normed else "expected no norm")
         read = [
             value
             for value in self.expected.inputs(node, self.device)

@@ -109,23 +109,24 @@ class Norms:
         for name, values in dag.contributions.items():
             if not values:
                 continue
-            if name in dag.shards:
-                yield from ((name, k) for k in range(len(dag.shards[name][0])))
-            else:
-                yield name, WHOLE
+            count = len(dag.shards[name][0]) if name in dag.shards else 1
+            yield from ((name, k) for k in (range(count) if count > 1 else (WHOLE,)))
 
     def clips(self, device: int, i: int, instruction: OptimizerStep) -> Iterator[str]:
-        """What is wrong with the norm that an update clips by."""
+        """What is wrong with the norm that an update clips by, or by which it sees whether all gradients are finite."""
         here, clip = self.subject.at(device, i), self.subject.dag.clip
         max_norm = None if clip is None else clip.max_norm
         if instruction.max_norm != max_norm:
             yield f"{here}: clips to {instruction.max_norm}, asked for is {max_norm}"
-        if max_norm is None:
+        scaled = self.subject.dag.loss_scaled
+        if instruction.only_finite != scaled:
+            yield f"{here}: updates {'whatever' if scaled else 'only if'} the norm is {'' if scaled else 'finite'}".rstrip()
+        if max_norm is None and not scaled:
             return
         slot = instruction.grad_norm
         norm = None if slot is None else self.norms[device].get(slot)
         if norm is None or not norm.finished:
-            yield f"{here}: does not clip by the norm of all gradients"
+            yield f"{here}: does not use the norm of all gradients"
 
     def _asked_for(self, device: int, i: int, norm: Norm) -> Iterator[str]:
         clip = self.subject.dag.clip

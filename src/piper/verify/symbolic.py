@@ -10,7 +10,8 @@ WHOLE = -1
 @dataclass(frozen=True, slots=True)
 class Total:
     """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up, and which
-    slice of it is meant (``WHOLE``: all of it). ``final``: what was kept from earlier steps is in it.
+    slice of it is meant (``WHOLE``: all of it). ``final``: what was kept from earlier steps is in it. ``scaled``: of a loss's
+    weight, that it is multiplied by the scale of the loss.
     """
 
     name: str
@@ -18,6 +19,7 @@ class Total:
     history: int
     shard: int = WHOLE
     final: bool = False
+    scaled: bool = False
 
     def plus(self, other: "Total") -> "Total":
         """The sum of two; addition of two numbers commutes bitwise."""

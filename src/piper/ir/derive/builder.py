@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace as replace_struct
 
+from piper.dtypes import DType
 from piper.errors import DirectiveError
 from piper.ids import COMPUTE, NodeId, Stream, ValueId
 from piper.ir.core import core_chunks, core_values
@@ -75,12 +76,17 @@ class Builder:
             self.values[value] = replace_struct(result, id=value)
         return outputs
 
-    def cut(self, names: Sequence[str], limit: int | None) -> list[list[str]]:
-        """Cut the parameters *names* into runs of at most *limit* bytes (at least one parameter each)."""
+    def cut(
+        self, names: Sequence[str], limit: int | None, dtype: DType | None = None
+    ) -> list[list[str]]:
+        """Cut the parameters *names* into runs of at most *limit* bytes (at least one parameter each), in type *dtype* if given, else in their
+        own.
+        """
         buckets: list[list[str]] = []
         size = 0
         for name in names:
-            nbytes = self.dag.parameters[name].spec.nbytes()
+            spec = self.dag.parameters[name].spec
+            nbytes = spec.numel() * (dtype or spec.dtype).itemsize
             if not buckets or (limit is not None and size + nbytes > limit):
                 buckets.append([])
                 size = 0
@@ -107,7 +113,8 @@ class Builder:
             self.named = {
                 (v.role, v.name): v.id
                 for v in self.values.values()
-                if v.role in (Role.PARAMETER, Role.SHARD, Role.KEPT) and v.id not in produced
+                if v.role in (Role.PARAMETER, Role.SHARD, Role.KEPT, Role.SCALE)
+                and v.id not in produced
             }
         return self.named
 

@@ -28,7 +28,9 @@ def gather_parameters(builder: Builder) -> None:
         whole: dict[ValueId, ValueId] = {}
         for value in chunk.inputs:
             info = builder.values[value]
-            if info.role is not Role.PARAMETER or info.name not in builder.shards or value in whole:
+            if info.role is not Role.PARAMETER or value in whole:
+                continue
+            if level_of(builder, info.name, replication) is not Level.PARAMETERS:
                 continue
             whole.update(_gather(builder, chunk, chunk.devices, replication, buckets[info.name]))
         if whole:

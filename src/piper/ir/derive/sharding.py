@@ -1,4 +1,4 @@
-"""Which parameters are sharded, within which device groups."""
+"""Which parameters are sharded, within which device groups; which have a master copy."""
 
 from piper.errors import DirectiveError, PlacementError
 from piper.ir.body import TensorSpec
@@ -8,7 +8,8 @@ from piper.ops.base import shard_length
 
 
 def find_shards(builder: Builder) -> dict[str, tuple[DeviceGroup, ...]]:
-    """For each sharded parameter the groups whose member i holds slice i.
+    """For each sharded parameter the groups whose member i holds slice i; for each other one that has a master copy groups of one device,
+    which holds all of it.
 
     Raises :class:`DirectiveError` if users of one parameter shard it differently.
     """
@@ -30,7 +31,16 @@ def find_shards(builder: Builder) -> dict[str, tuple[DeviceGroup, ...]]:
     shards = {name: tuple(groups) for name, groups in found.items()}
     for name, groups in shards.items():
         _check_equal(builder, name, groups, users[name])
+    for name, chunks in users.items():
+        if name not in shards and has_master(builder, name):
+            holders = dict.fromkeys(d for chunk in chunks for d in chunk.participants)
+            shards[name] = tuple((device,) for device in holders)
     return shards
+
+
+def has_master(builder: Builder, name: str) -> bool:
+    """Whether the parameter is updated, and in another type than it is read in."""
+    return builder.dag.has_master(name) and bool(builder.dag.contributions.get(name))
 
 
 def _sharded(builder: Builder, name: str, replication: Replication) -> bool:
@@ -66,26 +76,35 @@ def _check_equal(
         )
 
 
-def shard_spec(builder: Builder, name: str) -> TensorSpec:
-    """Spec of one slice of a sharded parameter, padding included."""
-    spec = builder.dag.parameters[name].spec
+def shard_spec(builder: Builder, name: str, role: Role) -> TensorSpec:
+    """Spec of one slice of a parameter, or of its gradient, padding included. The only slice is the whole tensor, in its own shape."""
+    dag = builder.dag
+    spec = dag.parameters[name].spec
+    if role is Role.SHARD:
+        dtype = dag.master_dtype(name)
+    else:
+        dtype = builder.values[dag.contributions[name][0]].spec.dtype
+    count = shard_count(builder, name)
+    if count == 1:
+        return TensorSpec(spec.shape, dtype)
     shape = tuple(int(str(d)) for d in spec.shape)
-    return TensorSpec((shard_length(shape, shard_count(builder, name)),), spec.dtype)
+    return TensorSpec((shard_length(shape, count),), dtype)
 
 
 def shard_count(builder: Builder, name: str) -> int:
-    """Slices of a sharded parameter."""
-    return len(builder.shards[name][0])
+    """Slices of a parameter."""
+    groups = builder.shards.get(name)
+    return len(groups[0]) if groups else 1
 
 
 def shard_value(builder: Builder, name: str, role: Role = Role.SHARD) -> Value:
     """A value that holds a slice of the parameter, or of its gradient; the id is to be filled in."""
     some = next(iter(builder.values.values()))
-    return Value(some.id, shard_spec(builder, name), role, name)
+    return Value(some.id, shard_spec(builder, name, role), role, name)
 
 
 def level_of(builder: Builder, name: str, replication: Replication | None) -> Level:
     """What is sharded of a parameter."""
-    if replication is None or name not in builder.shards:
+    if replication is None or shard_count(builder, name) == 1:
         return Level.NONE
     return replication.level

@@ -17,15 +17,16 @@ from piper.ir.derive.builder import (
     communication,
     update_chunk,
 )
+from piper.ir.derive.divisors import find_divisors
 from piper.ir.derive.norm import combine, measure
-from piper.ir.derive.sharding import level_of, shard_groups, shard_value
+from piper.ir.derive.sharding import has_master, level_of, shard_groups, shard_value
 from piper.ir.derive.transfers import transfer
-from piper.ir.derive.weights import sum_weights
 from piper.ops.accumulate import Sum
 from piper.ops.all_gather import Refresh
 from piper.ops.all_reduce import AllReduce
 from piper.ops.keep import AddKept, Keep
 from piper.ops.reduce_scatter import ReduceScatter
+from piper.ops.round_masters import RoundMasters
 from piper.ops.update import Update
 
 ByGroup = Mapping[Group, Sequence[ValueId]]
@@ -57,7 +58,7 @@ def synchronise(builder: Builder) -> None:
             others = tuple(g for g in readers.get(parameter, ()) if g not in by_group)
             use = _use(builder, parameter, values, by_group, others)
             alike.setdefault(use, []).append(parameter)
-    weights = sum_weights(
+    divisors = find_divisors(
         builder, dict.fromkeys(g for use in alike for g in (*use.holders, *use.readers))
     )
     buckets: list[_Bucket] = []
@@ -65,15 +66,16 @@ def synchronise(builder: Builder) -> None:
         replication = None if use.replication is None else builder.dag.replications[use.replication]
         limit = None if replication is None else replication.bucket_bytes
         buckets += [
-            _Bucket(builder, use, replication, bucket, made) for bucket in builder.cut(names, limit)
+            _Bucket(builder, use, replication, bucket, made)
+            for bucket in builder.cut(names, limit, use.dtype)
         ]
     clip = builder.dag.clip
     if clip is None or not buckets or builder.dag.gradient_use is GradientUse.KEEP:
         for bucket in buckets:
-            for final in bucket.finals(weights):
+            for final in bucket.finals(divisors):
                 bucket.use_gradients(final)
     else:
-        _clipped(builder, clip, [(bucket, list(bucket.finals(weights))) for bucket in buckets])
+        _clipped(builder, clip, [(bucket, list(bucket.finals(divisors))) for bucket in buckets])
 
 
 def _clipped(
@@ -88,9 +90,10 @@ def _clipped(
     homes = [final.devices for _, finals in ready for final in finals]
     everyone = None if None in homes else tuple(sorted({d for home in homes for d in home or ()}))
     norm = combine(builder, clip, parts, everyone)
+    needed = clip.max_norm is not None or builder.dag.loss_scaled
     for bucket, finals in ready:
         for final in finals:
-            bucket.use_gradients(final, None if clip.max_norm is None else norm)
+            bucket.use_gradients(final, norm if needed else None)
 
 
 def _by_group(builder: Builder, values: Sequence[ValueId]) -> ByGroup:
@@ -177,7 +180,7 @@ class _Bucket:
         self.replication = replication
         self.stream = REDUCE_STREAM if replication is None else replication.reduce_stream
 
-    def finals(self, weights: Mapping[Group, ValueId]) -> Iterator[_Final]:
+    def finals(self, divisors: Mapping[Group, ValueId]) -> Iterator[_Final]:
         """Sum and reduce; the gradients on the groups that make contributions, then on each that only reads the parameters."""
         builder, use = self.builder, self.use
         if use.level is Level.NONE:
@@ -187,14 +190,14 @@ class _Bucket:
             gradients = self._reduce_slices(self._scatter_sums(sums))
         else:
             gradients = self._reduce_slices(self._sums(self._scattered(), self._slices(Role.TOTAL)))
-        scales = dict.fromkeys(weights[g] for g in use.holders if g in weights)
+        scales = dict.fromkeys(divisors[g] for g in use.holders if g in divisors)
         yield self._final(gradients, tuple(scales), self._devices(), use.holders)
         if use.holders[0] is None:
             return
         source = update_chunk(Sum(), use.region, (), use.holders[0])
         for group in use.readers:
             sent = [transfer(builder, g, source, group, "update", P2P_STREAM) for g in gradients]
-            scale = (weights[group],) if weights else ()
+            scale = (divisors[group],) if divisors else ()
             yield self._final(sent, scale, group, (group,))
 
     def owners(self) -> Group:
@@ -230,23 +233,28 @@ class _Bucket:
         self.builder.add(update_chunk(work, self.use.region, inputs, final.devices), [])
 
     def _update(self, final: _Final, norm: ValueId | None) -> None:
-        """Update, and refresh whole parameters of which only slices were."""
+        """Update, and refresh whole parameters of which only slices, or master copies, were."""
         builder, use = self.builder, self.use
-        sharded = use.level is not Level.NONE
+        mastered = use.level is Level.NONE and has_master(builder, self.names[0])
+        sharded = use.level is not Level.NONE or mastered
         shards = [builder.source(v) for v in self._slices(Role.SHARD)] if sharded else []
         clip = builder.dag.clip
-        work = Update(
+        update = Update(
             parameters=tuple(self.names),
             scaled=bool(final.scales),
             sharded=sharded,
             max_norm=None if norm is None or clip is None else clip.max_norm,
+            only_finite=norm is not None and builder.dag.loss_scaled,
         )
         norms = () if norm is None else (norm,)
         inputs = (*final.gradients, *final.scales, *norms, *shards)
-        node = update_chunk(work, use.region, inputs, final.devices)
+        node = update_chunk(update, use.region, inputs, final.devices)
         updated = builder.add(node, self._slices(Role.SHARD) if sharded else [])
         if use.level in (Level.OPTIMIZER, Level.GRADIENTS):
             self._refresh(updated, final.holders)
+        if mastered:
+            work = RoundMasters(tuple(self.names))
+            builder.add(update_chunk(work, use.region, updated, final.devices), [])
 
     def _totals(self) -> list[Value]:
         """Values like the gradients that the update is given."""

@@ -1,0 +1,57 @@
+"""The product of two scalars."""
+
+from collections.abc import Callable
+
+from piper.ids import Slot
+from piper.ops.base import (
+    Handle,
+    Instruction,
+    LocalWork,
+    Runtime,
+    Site,
+    Tensor,
+    instruction,
+    work,
+)
+
+
+@work
+class Product(LocalWork, frozen=True):
+    """The one output is the product of the two inputs, a float64 scalar."""
+
+    def lower(self, site: Site) -> Instruction:
+        left, right = site.inputs
+        (product,) = site.outputs
+        return Multiply(node=site.node, stream=site.stream, left=left, right=right, product=product)
+
+
+@instruction
+class Multiply(Instruction, frozen=True, kw_only=True):
+    """``product`` = ``left`` · ``right``."""
+
+    left: Slot
+    right: Slot
+    product: Slot
+
+    def reads(self) -> tuple[Slot, ...]:
+        return (self.left, self.right)
+
+    def writes(self) -> tuple[Slot, ...]:
+        return (self.product,)
+
+    def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
+        slots, device = runtime.slots, runtime.device
+        left, right, product = self.left, self.right, self.product
+
+        def run() -> None:
+            slots[product] = device.multiply(_full(slots[left]), _full(slots[right]))
+
+        return run
+
+    def describe(self) -> str:
+        return f"multiply %{self.product} = %{self.left} * %{self.right}"
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
+    return tensor

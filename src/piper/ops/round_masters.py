@@ -1,0 +1,63 @@
+"""Bring what chunks read up to date with the master copies that were updated."""
+
+from collections.abc import Callable
+
+from piper.ids import Slot
+from piper.ops.base import (
+    Handle,
+    Instruction,
+    LocalWork,
+    Runtime,
+    Site,
+    Tensor,
+    instruction,
+    work,
+)
+
+
+@work
+class RoundMasters(LocalWork, frozen=True):
+    """Overwrite the parameters ``names`` by their master copies, one whole one per name, rounded to the parameters' element type."""
+
+    names: tuple[str, ...]
+
+    def overwrites(self) -> tuple[tuple[str, str], ...]:
+        return tuple(("parameter", name) for name in self.names)
+
+    def lower(self, site: Site) -> Instruction:
+        return StoreRounded(
+            node=site.node, stream=site.stream, masters=site.inputs, parameters=site.outputs
+        )
+
+
+@instruction
+class StoreRounded(Instruction, frozen=True, kw_only=True):
+    """For each i: overwrite ``parameters[i]`` by ``masters[i]``, rounded."""
+
+    masters: tuple[Slot, ...]
+    parameters: tuple[Slot, ...]
+
+    def reads(self) -> tuple[Slot, ...]:
+        return self.masters
+
+    def writes(self) -> tuple[Slot, ...]:
+        return self.parameters
+
+    def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
+        slots, device = runtime.slots, runtime.device
+        pairs = tuple(zip(self.parameters, self.masters, strict=True))
+
+        def run() -> None:
+            for parameter, master in pairs:
+                device.copy_(_full(slots[parameter]), _full(slots[master]))
+
+        return run
+
+    def describe(self) -> str:
+        stored = (f"%{p} = %{m}" for p, m in zip(self.parameters, self.masters, strict=True))
+        return f"store_rounded {', '.join(stored)}"
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
+    return tensor
