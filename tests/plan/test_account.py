@@ -325,3 +325,65 @@ def test_replicas_use_the_same():
     assert any(isinstance(d, Replicate) for d in pipeline("1f1b", [[0, 1]], 4))
     planned = [replace(memory, device=0) for memory in account(plan, adam_bytes)]
     assert planned[0] == planned[1] != planned[2] == planned[3]
+
+
+# --- offloaded activations --------------------------------------------------------------------------
+
+
+OFFLOADED = [
+    ("gpipe", 1, 1, 0, [piper.Offload({})]),
+    ("1f1b", 2, 1, 0, [piper.Offload({"PP": 0})]),
+    ("interleaved_1f1b", 2, 1, 0, [piper.Recompute({"PP": [0, 1]}), piper.Offload({})]),
+    ("1f1b", 2, 2, 3, [piper.Offload({})]),
+]
+
+
+def offloaded(schedule, pp, dp, zero, extra, microbatches=4, **limits):
+    """Like :func:`make`, with more directives."""
+    virtual = 2 if schedule in VIRTUAL else 1
+    model, found = captured(False, pp * virtual)
+    groups = [list(range(dp * rank, dp * (rank + 1))) for rank in range(pp)]
+    strategy = pipeline(
+        schedule, groups, microbatches, num_virtual_stages=virtual, zero=zero, bucket_size=0.004
+    )
+    rows = ROWS * dp * microbatches
+    dag = piper.apply(replace(found.dag, batch_size=rows), [*strategy, *extra])
+    plan = piper.plan(dag, **limits)
+    piper.verify(plan)
+    return model, plan, batch(rows)
+
+
+@pytest.mark.parametrize(("schedule", "pp", "dp", "zero", "extra"), OFFLOADED)
+def test_offloaded_activations_use_what_the_plan_says(schedule, pp, dp, zero, extra):
+    model, plan, data = offloaded(schedule, pp, dp, zero, extra)
+    planned = account(plan, adam_bytes)
+    assert any(memory.highest[Category.HOST] for memory in planned)
+    require_equal(plan, planned, measure(plan, data, model_tensors(model), ADAM))
+
+
+def test_offloading_keeps_memory_from_growing_with_the_microbatches():
+    """Under gpipe every microbatch's activations wait for the last forward: in host memory, if they are offloaded."""
+
+    def activations(microbatches, extra):
+        model, plan, data = offloaded("gpipe", 1, 1, 0, extra, microbatches)
+        (planned,) = account(plan, adam_bytes)
+        if microbatches < 8:
+            (measured,) = measure(plan, data, model_tensors(model), ADAM)
+            assert measured == planned
+        return planned
+
+    kept = {m: activations(m, []) for m in (2, 4, 8)}
+    moved = {m: activations(m, [piper.Offload({})]) for m in (2, 4, 8)}
+    one = kept[4].peak - kept[2].peak  # of two microbatches
+    assert one > 0
+    assert kept[8].peak - kept[4].peak == 2 * one
+    assert moved[8].peak == moved[4].peak < kept[4].peak < kept[8].peak
+    assert moved[8].highest[Category.HOST] == 2 * moved[4].highest[Category.HOST] == 4 * one
+
+
+def test_host_memory_is_no_part_of_the_peak():
+    _, plan, _ = offloaded("gpipe", 1, 1, 0, [piper.Offload({})])
+    (memory,) = account(plan)
+    on_device = sum(n for c, n in memory.by_category.items() if c is not Category.HOST)
+    assert memory.by_category[Category.HOST] > 0
+    assert memory.peak == on_device == max(memory.curve)

@@ -175,13 +175,13 @@ def _place(plan: Plan, memory: DeviceMemory) -> str:
     return f"`{instruction.op}`" if node is None else f"`{instruction.op}` of {node.label}"
 
 
-_ADVICE = {
+_ADVICE: Mapping[Category, str] = {
     Category.ACTIVATIONS: "activations: Recompute or Offload for regions on it, Split into more (smaller) microbatches, or a schedule "
     "that has fewer of them in flight",
     Category.PARAMETERS: "parameters: Replicate(..., shard_params=True) over more devices, or more pipeline stages",
     Category.SHARDS: "slices of parameters: more replicas, or more pipeline stages",
     Category.OPTIMIZER: "optimizer state: Replicate(..., shard_optimizer=True) over more devices, or another optimizer",
-    Category.GRADIENTS: "gradients: Replicate(..., shard_grads=True) over more devices",
+    Category.GRADIENTS: "gradients: Replicate(..., shard_grads=True) over more devices, or more pipeline stages",
     Category.GATHERED: "gathered parameters: annotate smaller regions, so that less of the model is whole at a time",
     Category.COMMUNICATION: "communication in flight: a smaller bucket_size, smaller microbatches, or lower receive_bytes where given",
     Category.BUFFERS: "buffers: more pipeline stages",

@@ -114,6 +114,8 @@ class Cutter:
         program, dag = self.programs[device], self.dag
         base = position * dag.num_microbatches
         inputs = tuple(self._input(v, base, device) for v in chunk.inputs)
+        # Before the chunk: a CPU's host is busy until it is done.
+        self._advance_copies(device)
         outputs = tuple(program.allocate(dag.values[v], self.messages[v]) for v in chunk.outputs)
         program.emit(
             Compute(
@@ -328,11 +330,14 @@ class Cutter:
                 self.gathers[device].expect(comm, group, position, nbytes, self._site, chunk=chunk)
 
     def _advance(self, device: DeviceId) -> None:
-        program = self.programs[device]
-        chunks = self.computed[device]
-        self.gathers[device].advance(program, chunks)
+        self._advance_copies(device)
+        self.receives[device].advance(self.programs[device])
+
+    def _advance_copies(self, device: DeviceId) -> None:
+        """Start gathers and fetches, as far as their bounds allow."""
+        program, chunks = self.programs[device], self.computed[device]
+        self.gathers[device].advance(program)
         self.fetches[device].advance(program, chunks)
-        self.receives[device].advance(program, chunks)
 
     def _comm(self, comm: Comm) -> None:
         for group in comm.groups:

@@ -26,23 +26,22 @@ Storage: TypeAlias = tuple[NodeId, int]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Values that forward nodes ``makers`` make and backward chunks ``readers`` read: whole storages. All in node order."""
+    """Values that backward chunks ``readers`` (in node order) read: whole storages, which the forward is done with at one time."""
 
     values: tuple[ValueId, ...]
-    makers: tuple[Node, ...]
     readers: tuple[Chunk, ...]
 
 
 def offload_saved(builder: Builder) -> None:
     """Let the backward chunks of offloaded regions read values that were put aside and fetched."""
     for saved in find_saved(builder.dag, builder.nodes, builder.values):
-        maker, reader = saved.makers[-1], saved.readers[0]
+        reader = saved.readers[0]
         if reader.devices is None or reader.offload is None:
             continue
         alone = [(device,) for device in reader.devices]
         stream = reader.offload.stream
         kinds = [builder.values[v] for v in saved.values]
-        out = communication(Offload(), maker.tags, saved.values, alone, stream, maker.pass_)
+        out = communication(Offload(), reader.tags, saved.values, alone, stream, Pass.FORWARD)
         host = builder.add(out, [replace(value, role=Role.HOST) for value in kinds])
         back = communication(Fetch(), reader.tags, host, alone, stream, reader.pass_)
         fetched = dict(zip(saved.values, builder.add(back, kinds), strict=True))
@@ -55,15 +54,16 @@ def offload_saved(builder: Builder) -> None:
 def find_saved(
     dag: Dag, nodes: Mapping[NodeId, Node], values: Mapping[ValueId, Value]
 ) -> list[Saved]:
-    """What is to be moved, in parts that the same nodes make and the same chunks read. *nodes* are core chunks, and what carries
-    values to them.
+    """What is to be moved, in parts that the forward is done with at one time and that the same chunks read. *nodes* are core chunks,
+    and what carries values to them.
     """
     if not any(isinstance(n, Chunk) and n.offload is not None for n in nodes.values()):
         return []
     readers = _backward_readers(nodes)
-    makers = {v: node for node in nodes.values() for v in node.outputs}
+    last_use = _last_forward_uses(nodes)
+    place = {node: i for i, node in enumerate(nodes)}
     staying = {*dag.losses, *dag.weights, *dag.buffer_updates.values()}
-    parts: dict[tuple[tuple[NodeId, ...], tuple[NodeId, ...]], list[ValueId]] = {}
+    parts: dict[tuple[NodeId, tuple[NodeId, ...]], list[ValueId]] = {}
     for members in _storages(dag, nodes).values():
         saved = [v for v in members if v in readers]
         if not saved or not staying.isdisjoint(members):
@@ -71,22 +71,26 @@ def find_saved(
         if any(values[v].role is not Role.ACTIVATION for v in members):
             continue
         reading = {chunk.id: chunk for v in saved for chunk in readers[v]}
+        in_order = tuple(sorted(reading, key=place.__getitem__))
         if any(chunk.offload is None for chunk in reading.values()):
             continue
-        made_by = dict.fromkeys(makers[v].id for v in saved)
-        parts.setdefault((tuple(made_by), tuple(sorted(reading))), []).extend(saved)
-    place = {node: i for i, node in enumerate(nodes)}
-    found: list[Saved] = []
-    for (made_by_ids, reading_ids), mine in parts.items():
-        chunks = [nodes[n] for n in sorted(reading_ids, key=place.__getitem__)]
-        found.append(
-            Saved(
-                tuple(mine),
-                tuple(nodes[n] for n in sorted(made_by_ids, key=place.__getitem__)),
-                tuple(chunk for chunk in chunks if isinstance(chunk, Chunk)),
-            )
-        )
-    return found
+        done = max(last_use[v] for v in members)[1]
+        parts.setdefault((done, in_order), []).extend(saved)
+    return [
+        Saved(tuple(mine), tuple(c for n in ids if isinstance(c := nodes[n], Chunk)))
+        for (_, ids), mine in parts.items()
+    ]
+
+
+def _last_forward_uses(nodes: Mapping[NodeId, Node]) -> dict[ValueId, tuple[int, NodeId]]:
+    """The last of the forward chunks that make or read each value, else what carries it: its place in node order and its id."""
+    last: dict[ValueId, tuple[int, NodeId]] = {}
+    for place, node in enumerate(nodes.values()):
+        if isinstance(node, Comm):
+            last.update({v: last.get(v, (-1, node.id)) for v in node.outputs})
+        elif node.pass_ is Pass.FORWARD:
+            last.update(dict.fromkeys((*node.inputs, *node.outputs), (place, node.id)))
+    return last
 
 
 def _backward_readers(nodes: Mapping[NodeId, Node]) -> dict[ValueId, list[Chunk]]:
