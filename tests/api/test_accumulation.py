@@ -11,7 +11,7 @@ from tests.equality import eager
 from torch import nn
 
 import piper
-from piper.errors import BatchError
+from piper.errors import BatchError, FilterError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -204,3 +204,17 @@ def test_every_call_draws_random_numbers_of_its_own():
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["refresh", "all_reduce", "reduce_scatter"])
+def test_an_order_may_name_communication_that_only_the_update_has(kind):
+    flags = {"all_reduce": {}, "refresh": {"shard_optimizer": True}}
+    how = strategy(GROUPS, **flags.get(kind, {"shard_optimizer": True}))
+    how.append(piper.Order([[{"PASS": "B"}], [{"COMM": kind}]]))
+    assert_accumulates_equal(Model(3.0), mse, how)
+
+
+def test_an_order_that_names_unknown_communication_is_refused():
+    how = [*strategy(GROUPS), piper.Order([[{"COMM": "refersh"}]])]
+    with pytest.raises(FilterError, match="refresh"):
+        compiled(Model(3.0), mse, how, batch_of(0))

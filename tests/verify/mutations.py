@@ -8,6 +8,7 @@ from msgspec.structs import fields as struct_fields
 from msgspec.structs import replace as replace_struct
 
 from piper.ids import EventId, NodeId, Slot, Stream
+from piper.ops.accumulate import Accumulate
 from piper.ops.all_reduce import AllReduceBucket
 from piper.ops.base import Instruction, Message, ReduceOp
 from piper.ops.free import Free
@@ -31,6 +32,7 @@ SLOTS_FIELDS = frozenset(
         "parameters",
         "parts",
         "kept",
+        "moved",
     }
 )
 
@@ -451,6 +453,34 @@ def _swap_collectives(m: Mutator) -> Result:
     return f"{m.text(place)} ⇄ {other.describe()}", replace(m.plan, devices=tuple(devices))
 
 
+def _add_in_place(m: Mutator) -> Result:
+    """A contribution is added to in place that was not, its slot emptied by that; or the other way round."""
+    place = m.where(lambda x: isinstance(x, Accumulate) and x.totals != x.left)
+    if place is None:
+        return None
+    device, i = place
+    add = m.at(place)
+    first = [a for t, a in zip(add.totals, add.left, strict=True) if t != a]
+    slot = m.random.choice(first)
+    moves = slot not in add.moved
+
+    def change(program: Program) -> Program:
+        kept = tuple(s for s in add.moved if s != slot)
+        moved = (*kept, slot) if moves else kept
+        program[i] = replace_struct(add, moved=moved)
+        frees = [j for j, x in enumerate(program) if isinstance(x, Free) and slot in x.slots]
+        for j in frees if moves else ():
+            left = tuple(s for s in program[j].slots if s != slot)
+            program[j] = replace_struct(program[j], slots=left)
+        if not moves:
+            program.insert(i + 1, Free(node=NodeId(-1), stream=add.stream, slots=(slot,)))
+        return program
+
+    return f"{m.text(place)}: {'moves' if moves else 'keeps'} {slot}", m.with_program(
+        device, change
+    )
+
+
 def _other_slice(m: Mutator) -> Result:
     """A device holds another slice of a parameter."""
     found = [
@@ -563,6 +593,7 @@ KINDS: dict[str, tuple[int, Callable[[Mutator], Result]]] = {
     "swap transfers": (4, _swap_transfers),
     "collective": (3, _collective),
     "swap collectives": (4, _swap_collectives),
+    "add in place": (4, _add_in_place),
     "slice": (2, _other_slice),
     "other device": (2, _other_device),
     "swap programs": (1, _swap_programs),

@@ -11,13 +11,16 @@ from typing import TypeAlias
 
 from piper.errors import FilterError, nearest
 from piper.ids import NodeId
-from piper.ir.dag import Comm, Dag, Node, Pass
+from piper.ir.dag import Comm, Dag, GradientUse, Node, Pass
 
 FilterValue: TypeAlias = int | str | Sequence[int | str] | None
 Filter: TypeAlias = Mapping[str, FilterValue]
 _Scalar: TypeAlias = int | str | None
 
 PASS, COMM, ANY = "PASS", "COMM", "*"
+
+_OF_UPDATES = {"all_reduce", "reduce_scatter", "refresh", "transfer"}
+"""Kinds of communication by which gradients become updated parameters."""
 
 
 class Selector:
@@ -78,9 +81,14 @@ class Selector:
             if name == PASS:
                 _check_words(name, value, [p.value for p in Pass])
             elif name == COMM:
-                _check_words(name, value, [None, *sorted({n.work.kind for n in self._dag.comms()})])
+                _check_words(name, value, [None, *sorted(self._kinds())])
             else:
                 self._check_tag(filter_, name, value)
+
+    def _kinds(self) -> set[str]:
+        """The kinds of communication that there are, or may be in the plan of the step that uses what this one keeps."""
+        found = {node.work.kind for node in self._dag.comms()}
+        return found | _OF_UPDATES if self._dag.gradient_use is GradientUse.KEEP else found
 
     def _check_tag(self, filter_: Filter, name: str, value: FilterValue) -> None:
         if value is None:

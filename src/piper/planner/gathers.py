@@ -1,4 +1,4 @@
-"""Consecutive chunks share a gather."""
+"""Consecutive uses of gathered parameters share a gather."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +12,11 @@ from piper.ops.compute import Call
 
 
 def share_gathers(dag: Dag, order: Sequence[NodeId]) -> Dag:
-    """*dag* without the gathers of what the chunk before, on the same devices, has gathered already.
+    """*dag* without the gathers of what is there already.
 
-    A gathered value then lives from the first of a run of consecutive chunks that read it to the last.
+    What one chunk has gathered is there, for the chunks after it on the same devices, until one of them needs a bucket that
+    is not: a chunk that needs only some of the buckets, or none, ends nothing. A gathered value then lives from the first of the chunks
+    that share it to the last; beyond what they need themselves, no more is alive than one chunk's buckets.
     """
     gathers = {
         value: node
@@ -40,7 +42,8 @@ def share_gathers(dag: Dag, order: Sequence[NodeId]) -> Dag:
                 renamed.update(zip(gather.outputs, shared.outputs, strict=True))
                 nodes.pop(gather.id, None)
                 dropped.update(gather.outputs)
-        live[chunk.devices] = now
+        if not now.keys() <= before.keys():
+            live[chunk.devices] = now
         if renamed:
             inputs = tuple(renamed.get(v, v) for v in chunk.inputs)
             nodes[number] = replace_struct(chunk, inputs=inputs)

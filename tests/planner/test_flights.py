@@ -1,0 +1,131 @@
+"""How much is in flight at once, and what memory that takes."""
+
+import pytest
+import torch
+from torch import nn
+
+import piper
+from piper.api.programs import model_tensors
+from piper.backends.measured import measure
+from piper.capture import capture_with_constants
+from piper.ops.all_gather import AllGatherBucket
+from piper.ops.bucket import BucketCollective
+from piper.ops.wait import Wait
+from piper.plan.memory import Category
+from piper.runtime.state import OptimizerSpec
+from piper.simulate.memory import account
+
+WIDTH, LAYERS, MICROBATCHES = 16, 4, 3
+LAYER = WIDTH * WIDTH * 8
+SGD = OptimizerSpec(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+class Layers(nn.Module):
+    """Layers, each a region of its own."""
+
+    def __init__(self, count=LAYERS):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+        for index, layer in enumerate(self.layers):
+            piper.annotate_module(layer, "LAYER", index)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def mse(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+BATCH = torch.rand(2 * MICROBATCHES * 2, WIDTH).double(), torch.rand(12, WIDTH).double()
+
+
+def planned(level, *orders, layers=LAYERS, **limits):
+    found = capture_with_constants(Layers(layers).double(), mse, BATCH)
+    strategy = [
+        piper.Place({}, [0, 1]),
+        piper.Replicate(
+            {},
+            shard_optimizer=level == 1,
+            shard_grads=level == 2,
+            shard_params=level == 3,
+        ),
+        piper.Split({}, num_microbatches=MICROBATCHES),
+        *orders,
+    ]
+    plan = piper.plan(piper.apply(found.dag, strategy), **limits)
+    piper.verify(plan)
+    return plan
+
+
+def in_flight(plan):
+    """The most bytes that reductions were given that the compute stream has not waited for."""
+    flying, most = [], 0
+    mine = plan.devices[0]
+    for instruction in mine.instructions:
+        if isinstance(instruction, Wait) and instruction.stream == "compute":
+            done = [i for i, (event, _) in enumerate(flying) if event == instruction.event]
+            flying = flying[done[0] + 1 :] if done else flying
+        if isinstance(instruction, BucketCollective):
+            if isinstance(instruction, AllGatherBucket):
+                continue
+            nbytes = sum(mine.slots[s].message.nbytes for s in instruction.reads())
+            flying.append((instruction.record, nbytes))
+            most = max(most, sum(n for _, n in flying))
+    return most
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_the_limit_holds(level):
+    assert in_flight(planned(level, reduce_bytes=LAYER)) == LAYER
+    assert in_flight(planned(level)) > LAYER
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_memory_is_as_planned_and_less(level):
+    def highest(plan):
+        model = Layers().double()
+        found = measure(plan, BATCH, model_tensors(model), SGD)
+        for a, b in zip(account(plan), found, strict=True):
+            assert a == b
+        return found[0].highest[Category.COMMUNICATION]
+
+    few = highest(planned(level, reduce_bytes=LAYER, gather_bytes=LAYER))
+    assert few < highest(planned(level))
+
+
+def test_at_level_0_the_gradients_need_one_copy_and_one_contribution():
+    """Added to in place, and reduced one layer at a time."""
+    memory = account(planned(0, reduce_bytes=LAYER))[0]
+    whole = LAYERS * LAYER
+    assert memory.highest[Category.GRADIENTS] <= whole + 2 * LAYER
+
+
+def gathers(plan):
+    return [i for i in plan.devices[0].instructions if isinstance(i, AllGatherBucket)]
+
+
+def by(tag, count):
+    """All microbatches of a region before the next region, or the other way round."""
+    forward = [[{tag: i, "PASS": "F"}] for i in range(count)]
+    backward = [[{tag: i, "PASS": "B"}] for i in reversed(range(count))]
+    return piper.Order(forward + backward)
+
+
+def test_breadth_first_gathers_each_layer_once_per_pass():
+    """But the last layer, whose backward follows its forward, and the first, whose backward reads no weight."""
+    assert len(gathers(planned(3, by("LAYER", LAYERS)))) == 2 * LAYERS - 2
+
+
+def test_depth_first_gathers_for_each_microbatch():
+    order = piper.Order([[{"MB": m, "PASS": p}] for m in range(MICROBATCHES) for p in "FB"])
+    assert len(gathers(planned(3, order))) == MICROBATCHES * (2 * LAYERS - 2)
+
+
+def test_a_chunk_that_reads_no_weight_ends_nothing():
+    """The backward of the only layer stands between its forwards."""
+    order = piper.Order([[{"MB": m, "PASS": p}] for m in range(MICROBATCHES) for p in "FB"])
+    assert len(gathers(planned(3, order, layers=1))) == 1
