@@ -87,10 +87,13 @@ def test_an_update_that_asks_though_the_loss_is_not_scaled():
 
 
 @pytest.mark.parametrize("loss", [mean, weighted])
-@pytest.mark.parametrize("kind", [OptimizerStep, MeasureGradients])
-def test_gradients_that_are_not_divided(loss, kind):
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(OptimizerStep, "expected a scale"), (MeasureGradients, "reads 4 values, expected 5")],
+)
+def test_gradients_that_are_not_divided(loss, kind, words):
     text = problems(make(loss, SCALED), kind, lambda found, _: change(found, scale=None))
-    assert "scale" in text
+    assert words in text
 
 
 def test_gradients_that_are_divided_by_the_weight_alone():
