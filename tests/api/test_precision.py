@@ -79,11 +79,19 @@ def strategy(groups=((0, 1), (2, 3)), microbatches=2, **options):
 
 
 ZERO = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
-HYBRID = {
-    "groups": ((0, 1, 2, 3), (4, 5, 6, 7)),
-    "devices": [[0, 1], [2, 3], [4, 5], [6, 7]],
-    "microbatches": 1,
-}
+SOME = [
+    ZERO[0],
+    pytest.param(ZERO[1], marks=pytest.mark.full),
+    pytest.param(ZERO[2], marks=pytest.mark.full),
+    ZERO[3],
+]
+"""The extremes; all of them in `make test-full`."""
+
+HYBRID = [
+    piper.Place({}, devices=[0, 1, 2, 3]),
+    piper.Replicate({}, devices=[[0, 1], [2, 3]], shard_params=True),
+    piper.Split({}, num_microbatches=2),
+]
 
 
 ALONE = [piper.Split({}, num_microbatches=4)]
@@ -95,19 +103,20 @@ def compiled(how, batch=None, loss=mse, model=None, **options):
     return piper.compile(model or Model(), loss, how, batch or data(), **options)
 
 
-@pytest.mark.parametrize("options", [*ZERO, {**HYBRID, "shard_params": True}], ids=str)
-def test_equal_to_one_process(options):
+@pytest.mark.parametrize(
+    "how", [*(strategy(**options) for options in ZERO), HYBRID], ids=[0, 1, 2, 3, "hybrid"]
+)
+def test_equal_to_one_process(how):
     """What is shared between stages, frozen, only read, not used; sliced where a group shards, whole where not."""
-    for precision in ("bf16", FP16):
-        report = piper.check(
-            Model(), mse, strategy(**options), data, optimizer=adam, steps=3, precision=precision
-        )
-        report.require()
-        assert report.tolerance == 1e-5
+    precision = FP16 if "shard_grads=True" in str(how) else "bf16"
+    report = piper.check(Model(), mse, how, data, optimizer=adam, steps=3, precision=precision)
+    report.require()
+    assert report.tolerance == 1e-5
 
 
-@pytest.mark.parametrize("loss", [weighted, counted])
-@pytest.mark.parametrize("max_grad_norm", [None, 0.1, math.inf])
+@pytest.mark.parametrize(
+    ("loss", "max_grad_norm"), [(weighted, None), (counted, 0.1), (weighted, math.inf)]
+)
 def test_a_weighted_scaled_loss(loss, max_grad_norm):
     """Divided by the weight and the scale, once each."""
     options = {"steps": 2, "optimizer": sgd, "precision": FP16, "max_grad_norm": max_grad_norm}
@@ -172,7 +181,7 @@ def test_the_reference_is_plain_pytorch_where_that_is_simple():
 # --- saved weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ZERO, ids=str)
+@pytest.mark.parametrize("options", SOME, ids=str)
 def test_saved_weights_are_the_master_weights(options):
     """More than bfloat16 holds, under the user's names; equal under every layout; loaded everywhere."""
     with compiled(strategy(**options)) as trainer:
@@ -248,8 +257,7 @@ def test_evaluation_computes_in_the_compute_type():
 # --- what varies ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [mse, weighted])
-@pytest.mark.parametrize("options", [ZERO[0], ZERO[3]], ids=str)
+@pytest.mark.parametrize(("loss", "options"), [(mse, ZERO[3]), (weighted, ZERO[0])])
 def test_accumulation_under_a_scaled_loss(options, loss):
     """Each call's gradients are divided by the scale of that call, and kept; a sum that is not finite updates nothing and is dropped."""
     bad = (data(5)[0] * math.inf, data(5)[1])
@@ -302,7 +310,7 @@ def test_a_weight_that_is_trained_only_later():
         assert 0 < moved.abs().max() < 0.1
 
 
-@pytest.mark.parametrize("options", ZERO, ids=str)
+@pytest.mark.parametrize("options", SOME, ids=str)
 def test_a_weight_that_is_frozen_later(options):
     model = Model()
     with compiled(strategy(**options), model=model) as trainer:
@@ -330,8 +338,9 @@ def test_optimizers_that_look_at_whole_matrices_see_them():
     assert set(shapes) == {torch.Size([3, 4]), torch.Size([3])}
 
 
-@pytest.mark.parametrize("options", ZERO, ids=str)
-@pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "options"), [("bf16", ZERO[0]), (FP16, ZERO[1]), ("bf16", ZERO[2])], ids=str
+)
 def test_a_step_uses_the_memory_that_the_plan_says(options, precision):
     policy, batch, model = make_precision(precision), data(), Model()
     program = Programs(model, mse, strategy(**options), precision=policy).training(batch)

@@ -180,3 +180,14 @@ def test_nothing_is_narrowed_silently():
 
 def test_every_named_policy_can_be_made():
     assert {type(make()) for make in PRECISIONS.values()} == {piper.Precision}
+
+
+def test_statistics_that_torch_cannot_use_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ConfigError, match=r"batch norm '1'.*torch.float32.*torch.bfloat16"):
+        piper.capture(model, nn.functional.mse_loss, (X, Y), precision="bf16")
+    piper.capture(model, nn.functional.mse_loss, (X, Y), precision="float32")
+    for name in ("running_mean", "running_var"):
+        setattr(model[1], name, getattr(model[1], name).bfloat16())
+    dag = piper.capture(model, nn.functional.mse_loss, (X, Y), precision="bf16")
+    assert set(dag.buffer_updates) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}

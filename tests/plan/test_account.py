@@ -19,6 +19,7 @@ from piper.devices.memory import InMemoryCommunicator
 from piper.directives.replicate import Replicate
 from piper.dtypes import DType
 from piper.ir.body import Body, Call, Ref, TensorSpec
+from piper.ir.dag import Role
 from piper.ir.storages import Given, Made, output_memory
 from piper.models import (
     Transformer,
@@ -57,7 +58,7 @@ QUICK = [
 
 
 @cache
-def captured(tied, stages):
+def captured(tied, stages, precision=None):
     torch.manual_seed(0)
     config = TransformerConfig(
         vocab_size=VOCABULARY,
@@ -69,7 +70,7 @@ def captured(tied, stages):
         tied_embedding=tied,
     )
     model = Transformer(config)
-    return model, capture_with_constants(model, transformer_loss, batch(ROWS))
+    return model, capture_with_constants(model, transformer_loss, batch(ROWS), precision=precision)
 
 
 def batch(rows):
@@ -77,10 +78,10 @@ def batch(rows):
     return ids, ids.flip(0)
 
 
-def make(tied, pp, dp, zero, schedule, microbatches=4):
+def make(tied, pp, dp, zero, schedule, microbatches=4, precision=None):
     """The model, its verified plan, a batch."""
     virtual = 2 if schedule in VIRTUAL else 1
-    model, found = captured(tied, pp * virtual)
+    model, found = captured(tied, pp * virtual, precision)
     groups = [list(range(dp * rank, dp * (rank + 1))) for rank in range(pp)]
     strategy = pipeline(
         schedule, groups, microbatches, num_virtual_stages=virtual, zero=zero, bucket_size=0.004
@@ -114,6 +115,21 @@ def test_a_step_uses_what_the_plan_says(tied, pp, dp, zero, schedule):
 @params([case for case in MATRIX if case not in QUICK])
 def test_every_step_uses_what_the_plan_says(tied, pp, dp, zero, schedule):
     test_a_step_uses_what_the_plan_says(tied, pp, dp, zero, schedule)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_step_in_mixed_precision_uses_what_the_plan_says(zero):
+    """Weights of two bytes for chunks, master weights and moments of four, or slices of these."""
+    model, plan, data = make(True, 2, 2, zero, "1f1b", precision="bf16")
+    planned = account(plan, adam_bytes)
+    require_equal(plan, planned, measure(plan, data, model_tensors(model), ADAM))
+    for mine, memory in zip(plan.devices, planned, strict=True):
+        shards = [info for info in mine.slots if info.role is Role.SHARD]
+        assert {info.message.dtype for info in shards} == {DType.FLOAT32}
+        elements = sum(math.prod(info.message.shape) for info in shards)
+        assert memory.highest[Category.SHARDS] == 4 * elements
+        copies = 0 if zero == 3 else 2 * elements * (1 if zero == 0 else 2)
+        assert memory.highest[Category.PARAMETERS] == copies
 
 
 class Norms(nn.Module):

@@ -63,7 +63,8 @@ class Precision:
       to *output* before the loss.
     * What a microbatch adds to a parameter's gradient is cast to *reduce*, each use of the parameter by itself, and
       summed over uses, microbatches and replicas in it. The sum is cast to *master* to be clipped and used.
-    * Buffers stay as they are; so do complex and integer tensors everywhere.
+    * Buffers stay as they are; so do complex and integer tensors everywhere. (The running statistics of a batch norm must be of the compute
+      type: torch has no kernels for others.)
 
     ``state_dict`` and checkpoints hold the master weights. *loss_scale* is for float16, whose range is too small for many gradients; it
     is accepted with any type. Containers of outputs must be known to ``torch.utils._pytree`` (tuples, lists, dictionaries and the
@@ -163,12 +164,24 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def check_model(model: nn.Module, precision: Precision) -> None:
-    """Raise :class:`ConfigError` for a parameter that the master type cannot hold: nothing is narrowed silently."""
+    """Raise :class:`ConfigError` for a parameter that the master type cannot hold (nothing is narrowed silently), and for a batch norm whose
+    statistics, which stay as they are, torch's kernels do not take together with weights of the compute type.
+    """
     for name, parameter in model.named_parameters():
         if is_cast(parameter) and not holds(precision.master, parameter.dtype):
             raise ConfigError(
                 f"parameter {name!r} is {parameter.dtype}, which precision's master type {precision.master} does not hold; convert the "
                 f"model first (model.to({precision.master})), or choose master={parameter.dtype}"
+            )
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 (the common base)
+            continue
+        found = module.running_mean
+        if found is not None and module.weight is not None and found.dtype != precision.compute:
+            raise ConfigError(
+                f"batch norm {name!r} has running statistics of type {found.dtype}, which precision leaves as they are; torch cannot use them "
+                f"with weights of type {precision.compute}. Convert its buffers (running_mean, running_var) to {precision.compute}, or use a "
+                "norm without statistics"
             )
 
 

@@ -120,7 +120,8 @@ class Norms:
             yield f"{here}: clips to {instruction.max_norm}, asked for is {max_norm}"
         scaled = self.subject.dag.loss_scaled
         if instruction.only_finite != scaled:
-            yield f"{here}: updates {'whatever' if scaled else 'only if'} the norm is {'' if scaled else 'finite'}".rstrip()
+            when = "whatever the norm is" if scaled else "only if the norm is finite"
+            yield f"{here}: updates {when}"
         if max_norm is None and not scaled:
             return
         slot = instruction.grad_norm
