@@ -108,3 +108,47 @@ def test_measured_memory_is_what_was_planned(piper, write, monkeypatch):
         number, *peak = one[:3]
         assert float(peak[0]) > 0
         assert two == [number, *peak, *peak, *one[3:]]
+
+
+OFFLOADED = [
+    {"op": "place", "filter": {"PP": 0}, "devices": [0]},
+    {"op": "place", "filter": {"PP": 1}, "devices": [1]},
+    {"op": "split", "filter": {}, "num_microbatches": 2},
+    {"op": "offload", "filter": {"PP": 0}},
+]
+
+
+def test_host_memory_has_a_column(piper, write, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    (tmp_path / "strategy.json").write_text(json.dumps(OFFLOADED))
+    path = write(model=SECTIONS["model"] + "\nnum_stages = 2", strategy='file = "strategy.json"')
+    assert not any("host memory" in line for line in shown(piper("plan", write("other.toml"))))
+    lines = shown(piper("plan", path))
+    (head,) = [line for line in lines if "host memory" in line]
+    assert head.endswith("host memory")
+    first, second = memory(lines)
+    assert float(first[-2]) > 0
+    assert second[-2:] == ["0", "KiB"]
+
+
+def test_a_budget_from_the_command_line_or_the_file(piper, write):
+    for result in (
+        piper("plan", write(), "--memory-budget", "1KiB"),
+        piper("plan", write(memory='budget = "1KiB"')),
+    ):
+        assert result.exit_code == 1
+        assert "(1024 bytes) per device" in " ".join(result.output.split())
+        assert "What could lower it" in result.output
+    shown(piper("plan", write(memory='budget = "1KiB"'), "--memory-budget", "1GiB"))
+    result = piper("plan", write(), "--memory-budget", "much")
+    assert result.exit_code == 1
+    assert "--memory-budget: expected bytes" in result.output
+
+
+def test_bounds_from_the_file_are_kept(piper, write):
+    ahead, late = (
+        piper("plan", write(memory=f"receive_bytes = {size}"), "--text").stdout.splitlines()
+        for size in ('"1MiB"', 0)
+    )
+    assert "post_receive" in ahead[1]
+    assert "post_receive" not in late[1]

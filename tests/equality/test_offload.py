@@ -76,7 +76,7 @@ class Norms(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.first, self.norm = nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6)
         self.second = nn.Linear(6, 3)
 
     def forward(self, x):

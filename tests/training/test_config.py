@@ -271,3 +271,29 @@ def test_an_address_is_rays(write):
     assert load_config(write(STRATEGY + address)).train.address == "auto"
     message = error(write(STRATEGY + address + 'backend = "inprocess"'))
     assert message.startswith("train.address: only backend")
+
+
+def test_memory_is_bytes_or_texts(write):
+    limits = load_config(
+        write(STRATEGY + '[memory]\nbudget = "1.5GiB"\nreceive_bytes = 0\nfetch_bytes = "2MB"')
+    ).memory.limits()
+    assert limits.budget == 3 * 2**29
+    assert (limits.bounds.receive, limits.bounds.gather, limits.bounds.fetch) == (
+        0,
+        None,
+        2_000_000,
+    )
+    assert load_config(write(STRATEGY)).memory.limits().budget is None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('budget = "much"', "[memory]: memory_budget: expected bytes"),
+        ("fetch_bytes = -1", "memory.fetch_bytes: "),
+        ("budget = 1.5", "memory.budget: expected bytes, or a text"),
+        ("buget = 1", "memory.buget: unknown field (did you mean 'budget'?)"),
+    ],
+)
+def test_malformed_memory(write, line, expected):
+    assert error(write(f"{STRATEGY}[memory]\n{line}")).startswith(expected)

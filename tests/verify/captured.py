@@ -139,10 +139,7 @@ CAPTURED: dict[str, Callable[[], tuple[Training, Strategy]]] = {
         interleaved(2, 2, 4),
     ),
     "transformer, two ways": lambda: (_transformer(tied=False, stages=2), both_ways(2, 4)),
-    "tied transformer, offloaded": lambda: (
-        _transformer(tied=True, stages=2),
-        [*pipeline(2), Offload({})],
-    ),
+    "weighted loss, offloaded": lambda: (_weighted(), [*pipeline(2), Offload({})]),
     "u-net, 1f1b": lambda: (_unet(), pipeline(4)),
     "integers and masks, 1f1b": lambda: (_multi(), pipeline(3)),
     "batch norm, 1f1b": lambda: (_norms(), pipeline(2)),

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from piper.errors import ConfigError, MemoryBudgetError
 from piper.ids import DeviceId
+from piper.ir.dag import Level
 from piper.plan.account import OptimizerBytes, account
 from piper.plan.memory import Category, DeviceMemory
 from piper.plan.model import Plan
@@ -154,7 +155,7 @@ class _Search:
         over = [m.device for m in memory if m.peak > self._budget]
         others = f" (over the budget: devices {_devices(over)})" if len(over) > 1 else ""
         parts = sorted(worst.by_category.items(), key=lambda item: -item[1])
-        parts = [(c, n) for c, n in parts if n and c is not Category.HOST]
+        parts = [(c, n) for c, n in parts if n and c in _ADVICE]
         listed = "\n".join(f"  {_size(n):>10}  {c.value}" for c, n in parts)
         advice = "\n".join(f"  {text}" for text in _advice(plan, parts))
         return MemoryBudgetError(
@@ -188,11 +189,21 @@ _ADVICE: Mapping[Category, str] = {
 }
 
 
+_LEVEL = {Category.OPTIMIZER: Level.OPTIMIZER, Category.GRADIENTS: Level.GRADIENTS}
+"""From which level on a category is sharded already."""
+
+_SHARDED = {
+    Category.OPTIMIZER: "optimizer state: more replicas, more pipeline stages, or another optimizer",
+    Category.GRADIENTS: "gradients: more replicas, more pipeline stages, or smaller buckets",
+}
+
+
 def _advice(plan: Plan, parts: Sequence[tuple[Category, int]]) -> list[str]:
     """What to do about the categories that matter, the largest first."""
     total = sum(n for _, n in parts)
     large = [c for c, n in parts if 10 * n >= total]
-    found = [_ADVICE[c] for c in large if c in _ADVICE]
+    level = min((r.level for r in plan.dag.replications), default=Level.NONE)
+    found = [_SHARDED[c] if level >= _LEVEL.get(c, level + 1) else _ADVICE[c] for c in large]
     if plan.microbatch_size > 1 and Category.ACTIVATIONS not in large:
         found.append("activations within a chunk: Split into more (smaller) microbatches")
     return found
@@ -207,7 +218,7 @@ def _size(nbytes: int) -> str:
     """Bytes for people."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1000:
+        if value < 1024:
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"
