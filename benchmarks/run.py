@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-BENCHMARKS = ("interpreter", "planner", "capture", "throughput")
+BENCHMARKS = ("interpreter", "planner", "capture", "throughput", "memory", "data_parallel")
 
 
 def main() -> int:

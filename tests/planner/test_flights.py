@@ -8,8 +8,13 @@ import piper
 from piper.api.programs import model_tensors
 from piper.backends.measured import measure
 from piper.capture import capture_with_constants
+from piper.ops.accumulate import Accumulate
 from piper.ops.all_gather import AllGatherBucket
+from piper.ops.all_reduce import AllReduceBucket
 from piper.ops.bucket import BucketCollective
+from piper.ops.compute import Compute
+from piper.ops.reduce_scatter import ReduceScatterBucket
+from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.memory import Category
 from piper.runtime.state import OptimizerSpec
@@ -129,3 +134,33 @@ def test_a_chunk_that_reads_no_weight_ends_nothing():
     """The backward of the only layer stands between its forwards."""
     order = piper.Order([[{"MB": m, "PASS": p}] for m in range(MICROBATCHES) for p in "FB"])
     assert len(gathers(planned(3, order, layers=1))) == 1
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_updates_wait_for_no_later_reduction(level):
+    """Reductions start as the backward goes, and parameters are updated in the order of their reductions, after it."""
+    plan = planned(level)
+    program = plan.devices[0].instructions
+    made = {
+        slot: at
+        for at, i in enumerate(program)
+        if isinstance(i, AllReduceBucket | ReduceScatterBucket)
+        for slot in i.writes()
+    }
+    sums = {
+        t: max(made.get(r, 0) for r in (a.left[k], a.right[k]))
+        for a in program
+        if isinstance(a, Accumulate)
+        for k, t in enumerate(a.totals)
+    }
+    reduced = [
+        max(made.get(g, 0) or sums.get(g, 0) for g in i.gradients)
+        for i in program
+        if isinstance(i, OptimizerStep)
+    ]
+    assert len(reduced) == LAYERS
+    assert reduced == sorted(reduced)
+    last = max(at for at, i in enumerate(program) if isinstance(i, Compute))
+    first = min(at for at, i in enumerate(program) if isinstance(i, OptimizerStep))
+    assert last < first
+    assert sum(at < last for at in reduced) >= LAYERS - 1

@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 from piper.ids import DeviceId, NodeId
 from piper.ir.check import topological_order
-from piper.ir.dag import Chunk, Dag
+from piper.ir.dag import Chunk, Dag, Pass
+from piper.ops.accumulate import Sum
 
 Lane: TypeAlias = int
 """A set of devices that run the same chunks, and so the same order."""
@@ -31,7 +32,8 @@ class _Simulation:
         self.ahead = _longest_paths(dag, seconds, list(self.rank))
         self.lane_of = _lanes(dag)
         self.waiting = {node: len(before) for node, before in dag.predecessors.items()}
-        self.ready: dict[Lane, list[tuple[float, int, NodeId]]] = {}
+        self.ready: dict[Lane, list[tuple[bool, float, int, NodeId]]] = {}
+        self.updates = 0  # that became ready so far
         self.busy: set[Lane] = set()
         self.completions: list[tuple[float, int, NodeId]] = []
         self.order: list[NodeId] = []
@@ -53,28 +55,52 @@ class _Simulation:
             lane = self.lane_of.get(node)
             if lane is not None:
                 self.busy.discard(lane)
-            for after in self.dag.successors[node]:
-                self.waiting[after] -= 1
-                if not self.waiting[after]:
-                    released.append(after)
+            released += self._satisfied(node)
         freed = {lane for node in done if (lane := self.lane_of.get(node)) is not None}
         self._release(released, now, freed)
 
     def _release(self, nodes: Sequence[NodeId], now: float, freed: set[Lane] | None = None) -> None:
         lanes = set(freed or ())
-        for node in sorted(nodes, key=self.rank.__getitem__):
+        waiting = [(self._is_sum(node), self.rank[node], node) for node in nodes]
+        heapq.heapify(waiting)
+        while waiting:
+            is_sum, _, node = heapq.heappop(waiting)
             lane = self.lane_of.get(node)
-            if lane is None:
+            if is_sum:
+                # Done with the last contribution, so that a reduction of the sum starts before the next chunk does.
+                self.order.append(node)
+                for after in self._satisfied(node):
+                    heapq.heappush(waiting, (self._is_sum(after), self.rank[after], after))
+            elif lane is None:
                 self._start(node, now)
             else:
-                entry = (-self.ahead[node], self.rank[node], node)
+                entry = (*self._urgency(node), self.rank[node], node)
                 heapq.heappush(self.ready.setdefault(lane, []), entry)
                 lanes.add(lane)
         for lane in sorted(lanes):
             if lane not in self.busy and self.ready.get(lane):
-                node = heapq.heappop(self.ready[lane])[2]
+                node = heapq.heappop(self.ready[lane])[3]
                 self.busy.add(lane)
                 self._start(node, now)
+
+    def _satisfied(self, node: NodeId) -> list[NodeId]:
+        """The nodes that waited for *node* last."""
+        released: list[NodeId] = []
+        for after in self.dag.successors[node]:
+            self.waiting[after] -= 1
+            if not self.waiting[after]:
+                released.append(after)
+        return released
+
+    def _is_sum(self, node: NodeId) -> bool:
+        return isinstance(self.dag.nodes[node].work, Sum)
+
+    def _urgency(self, node: NodeId) -> tuple[bool, float]:
+        """Smaller is sooner."""
+        if self.dag.nodes[node].pass_ is not Pass.UPDATE:
+            return False, -self.ahead[node]
+        self.updates += 1
+        return True, float(self.updates)
 
     def _start(self, node: NodeId, now: float) -> None:
         self.order.append(node)
