@@ -1,6 +1,7 @@
 """compile: from a model and a strategy to a trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -11,8 +12,9 @@ from piper.backends import make_backend
 from piper.backends.base import Backend
 from piper.capture.joint import LossFn
 from piper.directives.base import Directive
-from piper.errors import StateError
+from piper.errors import ConfigError, StateError
 from piper.runtime.batch import Batch
+from piper.runtime.compiled import Compilation
 from piper.runtime.state import OptimizerFactory, OptimizerSpec, Weights
 
 
@@ -31,6 +33,7 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     norm_type: float = 2.0,
     batch_dims: Mapping[str, int | None] | None = None,
     init: Weights | None = None,
+    compile: bool | Literal["fallback"] = False,  # noqa: A002 (torch's word)
     verify_capture: bool = True,
 ) -> Trainer:
     """Capture, plan and verify a training step, then start workers for it.
@@ -43,7 +46,10 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     a backend of your own. ``max_grad_norm`` clips the gradients by the norm of all of them together, as
     ``torch.nn.utils.clip_grad_norm_`` does on one device (``norm_type`` 2 or ``math.inf``; with ``math.inf`` as bound the norm is
     only reported). ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
-    model on the meta device: a mapping, or a function from names to one. ``verify_capture`` compares one
+    model on the meta device: a mapping, or a function from names to one. With ``compile``, each chunk goes through
+    TorchInductor in the first step (forward, backward and the halves of a split backward, each distinct body once in a
+    process; results are cached on disk); one that cannot be compiled is a :class:`CompileError`, or, with
+    ``"fallback"``, runs as it is, with a warning. ``verify_capture`` compares one
     microbatch's loss and gradients with eager PyTorch first (skipped on the meta device).
 
     Everything that can be refused is refused here, before any worker starts: :class:`CaptureError`,
@@ -60,7 +66,15 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
         groups = None if param_groups is None else tuple(param_groups)
         spec = OptimizerSpec(build=optimizer, param_groups=groups, lr_schedule=lr_schedule)
     chosen = make_backend(backend) if isinstance(backend, str) else backend
-    return Trainer(programs, program, chosen, weights, spec, seed)
+    return Trainer(programs, program, chosen, weights, spec, seed, compilation(compile))
+
+
+def compilation(option: bool | Literal["fallback"]) -> Compilation:
+    """What ``compile=`` says. Raises :class:`ConfigError` for anything else than its values."""
+    choices = {False: Compilation.OFF, True: Compilation.ON, "fallback": Compilation.FALLBACK}
+    if option not in choices:
+        raise ConfigError(f'compile is False, True or "fallback", found {option!r}')
+    return choices[option]
 
 
 def _weights(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:

@@ -41,6 +41,7 @@ def check(path: Path, console: Console) -> bool:
         steps=len(batches),
         seed=config.train.seed,
         max_grad_norm=config.train.max_grad_norm,
+        compile=config.train.compile,
     )
     console.print(report)
     return report.ok

@@ -120,6 +120,7 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
             backend=config.train.make_backend(),
             seed=config.train.seed,
             max_grad_norm=config.train.max_grad_norm,
+            compile=config.train.compile,
         )
         with trainer, Interrupts() as interrupts:
             files.write_strategy(directives, trainer.program.plan)
@@ -214,7 +215,11 @@ class _Run:
         if settings.max_minutes is not None:
             self.deadline = time.monotonic() + 60 * settings.max_minutes
         data = self.config.batches()
-        self.watcher.begin("training", settings.steps)
+        what = "training"
+        if settings.compile:
+            bodies = len(self.trainer.program.plan.dag.bodies)
+            what = f"training (the first step compiles {bodies} bodies of chunks)"
+        self.watcher.begin(what, settings.steps)
         try:
             while (done := self.trainer.steps_done) < settings.steps:
                 next_stop = min(
