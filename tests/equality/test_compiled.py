@@ -7,6 +7,7 @@ from torch.nn import functional
 
 import piper
 from piper.api.strategies import pipeline
+from piper.backends.inprocess import InProcessBackend
 from piper.models import (
     MLP,
     MLPConfig,
@@ -37,6 +38,20 @@ def pieces(monkeypatch):
     monkeypatch.setattr(compiled, "compile_body", compile_body)
     yield found
     compiled._of_body.cache_clear()
+
+
+@pytest.fixture
+def compiled_before_runs(monkeypatch, pieces):
+    """How many pieces were compiled before each call that runs steps."""
+    found = []
+    run = InProcessBackend.run
+
+    def counting(self, *arguments, **options):
+        found.append(len(pieces))
+        return run(self, *arguments, **options)
+
+    monkeypatch.setattr(InProcessBackend, "run", counting)
+    return found
 
 
 def sgd(parameters):
@@ -95,11 +110,13 @@ def check(make, schedule, groups, microbatches, zero=0, **options):
 
 
 @pytest.mark.timeout(600)
-def test_split_backwards_with_dropout(pieces):
+def test_split_backwards_with_dropout(pieces, compiled_before_runs):
     report = check(mlp, "zb_h1", [[0], [1]], 2)
     assert max(report.max_loss_error, report.max_grad_error, report.max_param_error) <= TOLERANCE
     # Each distinct piece once: forwards, backwards and their halves, not one per microbatch or step.
     assert len(set(pieces)) == len(pieces) > 4
+    # All of them before a device may wait for another. (The check of the capture runs first, uncompiled.)
+    assert compiled_before_runs == [0, len(pieces), len(pieces)]
 
 
 @pytest.mark.full
@@ -114,9 +131,12 @@ def test_split_backwards_with_dropout(pieces):
         ("dualpipe", [[0, 1], [2, 3]], 4, 1),
     ],
 )
-def test_compiled_equals_plain_pytorch(make, schedule, groups, microbatches, zero):
+def test_compiled_equals_plain_pytorch(
+    make, schedule, groups, microbatches, zero, pieces, compiled_before_runs
+):
     report = check(make, schedule, groups, microbatches, zero)
     assert max(report.max_loss_error, report.max_grad_error, report.max_param_error) <= TOLERANCE
+    assert compiled_before_runs == [0, len(pieces), len(pieces)]
 
 
 def test_a_chunk_that_cannot_be_compiled_is_named_and_falls_back_when_asked(monkeypatch):

@@ -47,7 +47,7 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     ``torch.nn.utils.clip_grad_norm_`` does on one device (``norm_type`` 2 or ``math.inf``; with ``math.inf`` as bound the norm is
     only reported). ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
     model on the meta device: a mapping, or a function from names to one. With ``compile``, each chunk goes through
-    TorchInductor in the first step (forward, backward and the halves of a split backward, each distinct body once in a
+    TorchInductor when the workers start (forward, backward and the halves of a split backward, each distinct body once in a
     process; results are cached on disk); one that cannot be compiled is a :class:`CompileError`, or, with
     ``"fallback"``, runs as it is, with a warning. ``verify_capture`` compares one
     microbatch's loss and gradients with eager PyTorch first (skipped on the meta device).

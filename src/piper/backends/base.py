@@ -103,8 +103,8 @@ class Backend(Protocol):
 
         *constants* are the values of buffers that this plan alone has (tensors that capture found);
         they belong to the plan, not to the state. A plan loaded after ``initialise`` may else use
-        only parameters and buffers that its device holds. *compilation* says whether chunks are compiled; that happens
-        in the first step, and a failure is a :class:`~piper.errors.CompileError`.
+        only parameters and buffers that its device holds. *compilation* says whether chunks are compiled: here, or
+        by ``initialise`` for plans loaded before it. A failure is a :class:`~piper.errors.CompileError`.
         """
 
     def initialise(

@@ -1,8 +1,8 @@
 """Bodies as compiled code.
 
 A body is cut at its random calls (:mod:`piper.runtime.pieces`): those draw from explicit generators, as in
-code that is not compiled, bit for bit. What lies between is compiled when it is first called, once for
-each layout of its inputs. Compiled code returns what the plan was verified for: the strides, and no more
+code that is not compiled, bit for bit. What lies between is compiled when it is first called with inputs of
+a layout (see :mod:`piper.runtime.warm_up`). Compiled code returns what the plan was verified for: the strides, and no more
 shared memory, than the operators have when they are called one by one.
 """
 

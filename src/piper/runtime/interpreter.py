@@ -30,6 +30,7 @@ from piper.runtime.code import ChunkCode, chunk_function
 from piper.runtime.compiled import Compilation, compiled_function
 from piper.runtime.context import Context
 from piper.runtime.state import ModelState
+from piper.runtime.warm_up import warm_up
 
 Closure: TypeAlias = Callable[[], None]
 
@@ -65,10 +66,11 @@ class Binding:
         """The code of a body, sizes bound."""
         function = self._functions.get(body)
         if function is None:
-            function = self._functions[body] = cast("ChunkFunction", self._code(body))
+            function = self._functions[body] = cast("ChunkFunction", self.code(body))
         return function
 
-    def _code(self, body: BodyId) -> ChunkCode:
+    def code(self, body: BodyId) -> ChunkCode:
+        """The code of a body, as torch's functions see it."""
         dag, bindings, device = self._plan.dag, self._plan.bindings, self._torch_device
         if self._compilation is Compilation.OFF:
             return chunk_function(dag.bodies[body], bindings, device)
@@ -93,7 +95,8 @@ class Step:
 class Program:
     """One device's plan, bound: :meth:`run` executes one training step.
 
-    *constants* are buffers that this plan alone has. *compilation* says whether chunks are compiled.
+    *constants* are buffers that this plan alone has. *compilation* says whether chunks are compiled; they are when the
+    program is made, which may raise :class:`CompileError`.
 
     Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and
     instruction, with the original as its cause; :class:`CompileError` keeps its class, and :class:`CommunicationError` and
@@ -127,6 +130,8 @@ class Program:
         )
         self._slots = binding.slots
         self._transient = [n for n, i in enumerate(mine.slots) if i.role not in STATE]
+        if compilation is not Compilation.OFF:
+            warm_up(mine, slots, binding.code, device.torch_device)
         self._steps = list(_bind(mine.instructions, binding))
         self._closures = [step.run for step in self._steps]
 

@@ -100,7 +100,7 @@ class Worker:
         compilation: Compilation = Compilation.OFF,
     ) -> None:
         """Make *mine*, the part of *plan* for this device, ready to run; *constants* are buffers
-        that only this plan has, *compilation* says whether its chunks are compiled (in the first step).
+        that only this plan has, *compilation* says whether its chunks are compiled.
 
         Of *plan* are read: the bindings and numbers, the communicators, and the DAG's nodes,
         bodies, state, batch and splits.

@@ -189,8 +189,8 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     all parameters) is above *max_grad_norm* are scaled down to it. The held-out loss is taken
     every *eval_every* steps over *eval_batches* batches. The run ends after *steps* steps or
     *max_minutes* minutes, whichever comes first; then one process repeats the first *reference_steps*
-    of its steps, for comparison. *compile* puts every chunk through TorchInductor in the first step: true, false, or
-    "fallback" (chunks that cannot be compiled run as they are). *address* is that of a running Ray cluster; without it Ray is started
+    of its steps, for comparison. *compile* puts every chunk through TorchInductor before the first step: true, false,
+    or "fallback" (chunks that cannot be compiled run as they are). *address* is that of a running Ray cluster; without it Ray is started
     on this machine.
     """
 

@@ -108,7 +108,8 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
     directives = config.strategy.directives()
     files = RunFiles(Path(config.train.out_dir))
     files.clear()
-    watcher.begin("capturing, planning and verifying; starting the workers")
+    compiling = "; compiling" if config.train.compile else ""
+    watcher.begin(f"capturing, planning and verifying; starting the workers{compiling}")
     with MetricsWriter(files.metrics) as metrics:
         trainer = compile_strategy(
             model,
@@ -215,11 +216,7 @@ class _Run:
         if settings.max_minutes is not None:
             self.deadline = time.monotonic() + 60 * settings.max_minutes
         data = self.config.batches()
-        what = "training"
-        if settings.compile:
-            bodies = len(self.trainer.program.plan.dag.bodies)
-            what = f"training (the first step compiles {bodies} bodies of chunks)"
-        self.watcher.begin(what, settings.steps)
+        self.watcher.begin("training", settings.steps)
         try:
             while (done := self.trainer.steps_done) < settings.steps:
                 next_stop = min(
