@@ -25,6 +25,7 @@ from piper.ir.dag import (
     GradientUse,
     LossKind,
     OrderEdge,
+    Overlap,
     Parameter,
     Replication,
     SplitDim,
@@ -81,6 +82,7 @@ class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directives: tuple[str, ...]
     clip: Clip | None
     gradient_use: GradientUse
+    overlaps: tuple[Overlap, ...] = ()
 
 
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
