@@ -84,6 +84,10 @@ class AbortedError(CommunicationError):
     """This device stopped because another one failed first."""
 
 
+class CompileError(RunError):
+    """A chunk cannot be compiled."""
+
+
 class CheckError(PiperError):
     """A strategy does not compute what single-process training computes."""
 

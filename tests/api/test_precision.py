@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from piper.plan.account import account, adam_bytes
 from torch import nn
 
 import piper
@@ -15,6 +14,7 @@ from piper.backends.measured import measure
 from piper.capture.precision import make_precision
 from piper.errors import CheckError, ConfigError
 from piper.ir.dag import Role
+from piper.plan.account import account, adam_bytes
 from piper.runtime.state import OptimizerSpec
 from piper.schedules.placements import chain
 

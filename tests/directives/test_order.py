@@ -168,7 +168,7 @@ def test_half_backwards_are_split_where_they_are_named():
 
 def test_a_filter_of_passes_splits_if_it_names_a_half():
     dag = apply(
-        chain(2), [ONE, SPLIT, Order([[{"PP": 1, "PASS": ["F", "BI"]}, half("BW", 1, "*")]])]
+        chain(2), [ONE, SPLIT, Order([[{"PP": 1, "PASS": ["F", "BI"]}], [half("BW", 1, "*")]])]
     )
     assert passes(dag, 1) == {m: ["F", "BI", "BW"] for m in range(4)}
     assert passes(dag, 0) == {m: ["F", "B"] for m in range(4)}

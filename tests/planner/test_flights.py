@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from piper.simulate.memory import account
 from torch import nn
 
 import piper
@@ -18,7 +19,6 @@ from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.memory import Category
 from piper.runtime.state import OptimizerSpec
-from piper.simulate.memory import account
 
 WIDTH, LAYERS, MICROBATCHES = 16, 4, 3
 LAYER = WIDTH * WIDTH * 8

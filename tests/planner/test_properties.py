@@ -49,30 +49,38 @@ def cases(draw) -> Case:
     strategy = draw(st.permutations([placed, [replicate], [split]]))
     flat = [directive for part in strategy for directive in part]
     if draw(st.booleans()):
+        flat += draw(st.sampled_from([[], [Order([[{"PASS": ["BI", "BW"]}]])]]))
         flat += _orders(draw, apply(dag, flat), len(numbers))
     return Case(dag, flat, draw(st.sampled_from([0, 1000, 2**24])))
 
 
 def _orders(draw, dag: Dag, lanes: int) -> list[Order]:
-    """Orders that some execution follows: a random one, cut at random into groups."""
+    """Orders that some execution follows: a random one, cut at random into groups whose members do not need each other."""
     priority = draw(st.randoms(use_true_random=False))
     waiting = {n: len(before) for n, before in dag.predecessors.items()}
     ready = [n for n, count in waiting.items() if not count]
     execution = []
+    needed: dict[int, set[int]] = {}
     while ready:
         node = ready.pop(priority.randrange(len(ready)))
         execution.append(dag.nodes[node])
+        before = dag.predecessors[node]
+        needed[node] = set(before).union(*(needed[b] for b in before))
         for after in dag.successors[node]:
             waiting[after] -= 1
             if not waiting[after]:
                 ready.append(after)
     groups: dict[tuple[int, ...], list[list[dict[str, int | str]]]] = {}
+    last: dict[tuple[int, ...], set[int]] = {}
     for node in execution:
         if node.derived:
             continue
         mine = groups.setdefault(node.participants, [])
-        if not mine or priority.random() < 0.7:
+        together = last.setdefault(node.participants, set())
+        if not mine or priority.random() < 0.7 or needed[node.id] & together:
             mine.append([])
+            together.clear()
+        together.add(node.id)
         mine[-1].append({**dict(node.tags), "PASS": node.pass_.value})
     assert len(groups) == lanes
     return [Order(filters) for filters in groups.values()]
@@ -126,7 +134,10 @@ def test_each_chunk_runs_once_per_replica_on_its_own_microbatch(case):
         if isinstance(i, Compute)
     )
     pieces = planned.num_replicas * planned.num_microbatches
-    core = {(c.tags[0], c.pass_) for c in case.dag.chunks()}
+    core = {(c.tags[0], c.pass_) for c in dag.chunks() if not c.derived}
+    assert {(tag, p.value[0]) for tag, p in core} == {
+        (c.tags[0], c.pass_.value) for c in case.dag.chunks()
+    }
     assert ran == Counter((*chunk, m) for chunk in core for m in range(pieces))
 
 

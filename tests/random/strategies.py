@@ -20,7 +20,7 @@ class Recipe:
     """How to make a strategy.
 
     ``homes[i]`` is the group of region i modulo its length; ``parity`` moves odd microbatches' regions to the next group;
-    ``order_seed`` chooses an order for each device (``None``: none).
+    ``order_seed`` chooses an order for each device (``None``: none); ``halves`` splits all backwards.
     """
 
     homes: tuple[int, ...]
@@ -30,6 +30,7 @@ class Recipe:
     split_first: bool
     parity: bool
     order_seed: int | None
+    halves: bool
 
     @property
     def batch_size(self) -> int:
@@ -45,6 +46,7 @@ recipes = st.builds(
     split_first=st.booleans(),
     parity=st.booleans(),
     order_seed=st.none() | st.integers(0, 1000),
+    halves=st.booleans(),
 )
 
 
@@ -52,10 +54,11 @@ def directives(recipe: Recipe, regions: Sequence[int | None]) -> list[Directive]
     """Everything but the order. A region's home is a device group; outside all regions is a region of its own."""
     split = piper.Split({}, num_microbatches=recipe.microbatches)
     replicate = [piper.Replicate({}, devices="placed")] if recipe.replicas > 1 else []
+    halves = [piper.Order([[{"PASS": ["BI", "BW"]}]])] if recipe.halves else []
     places = list(_places(recipe, regions))
     if recipe.parity or recipe.split_first:
-        return [split, *places, *replicate]
-    return [*places, *replicate, split]
+        return [split, *places, *halves, *replicate]
+    return [*places, *replicate, *halves, split]
 
 
 def _places(recipe: Recipe, regions: Sequence[int | None]) -> Iterator[Directive]:

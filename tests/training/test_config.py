@@ -226,6 +226,23 @@ def test_a_schedule_knows_the_models_stages(write, schedule, stages):
     assert config.strategy.directives() == pipeline(schedule, [[0, 1], [2, 3]], 4)
 
 
+@pytest.mark.parametrize(("text", "value"), [("true", True), ('"fallback"', "fallback")])
+def test_compile(write, text, value):
+    assert not load_config(write(STRATEGY)).train.compile
+    assert load_config(write(STRATEGY + f"[train]\ncompile = {text}")).train.compile == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('"always"', "train.compile: expected one of true, false, 'fallback', found 'always'"),
+        ("3", "train.compile: expected true, false or a string, found 3"),
+    ],
+)
+def test_another_value_of_compile(write, text, message):
+    assert error(write(STRATEGY + f"[train]\ncompile = {text}")) == message
+
+
 def test_virtual_stages_multiply_the_models_stages(write):
     text = STRATEGY.replace("1f1b", "interleaved_1f1b") + "num_virtual_stages = 2"
     config = load_config(write(text))

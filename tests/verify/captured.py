@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from tests.support.zero_bubble import zb_h1
 from tests.verify.execution import STEPS, Training, hand_made
 from tests.verify.plans import CASES, both_ways, hybrid, interleaved, pipeline
 from torch import nn
@@ -10,6 +11,8 @@ from torch.nn import functional
 
 from piper.capture import annotate, capture_with_constants
 from piper.directives.offload import Offload
+from piper.directives.order import Order
+from piper.directives.split import Split
 from piper.directives.strategy import Strategy
 from piper.models import (
     Multi,
@@ -23,6 +26,7 @@ from piper.models import (
     unet_loss,
 )
 from piper.runtime.batch import Batch
+from piper.schedules import placements
 
 ROWS = 8
 
@@ -113,6 +117,23 @@ CAPTURED: dict[str, Callable[[], tuple[Training, Strategy]]] = {
     "tied transformer, 1f1b × dp": lambda: (
         _transformer(tied=True, stages=2),
         pipeline(2, replicas=2, microbatches=2),
+    ),
+    "tied transformer, half backwards": lambda: (
+        _transformer(tied=True, stages=2),
+        [*placements.chain([[0], [1]]), Split({}, num_microbatches=4), *zb_h1(2, 4)],
+    ),
+    "transformer, half backwards, zero 3": lambda: (
+        _transformer(tied=False, stages=2),
+        [
+            *(
+                d
+                for d in pipeline(
+                    2, replicas=2, microbatches=2, shard_params=True, bucket_size=2e-3
+                )
+                if not isinstance(d, Order)
+            ),
+            *zb_h1(2, 2),
+        ],
     ),
     "tied transformer, zero 1": lambda: (
         _transformer(tied=True, stages=2),

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from piper.api.capture_check import check_capture
 from piper.api.compare import Errors, compare, scalar_error
+from piper.api.compile import compilation
 from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.reference import Reference, ReferenceStep
 from piper.api.rows import rebuild_sequence
@@ -154,6 +155,7 @@ def check(
     batch_dims: Mapping[str, int | None] | None = None,
     tolerance: float | None = None,
     backend: Backend | None = None,
+    compile: bool | Literal["fallback"] = False,  # noqa: A002 (as in piper.compile)
 ) -> CheckReport:
     """Train a float64 copy of *model* for *steps* steps under *strategy*, and in one process, and compare.
 
@@ -163,7 +165,7 @@ def check(
 
     *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on every device that holds a copy, every
     gradient, parameter, buffer and optimizer state, and the norm where gradients are clipped. *backend* defaults to threads of this process; its workers must be threads,
-    since the gradients are seen there. Raises what :func:`piper.compile` raises.
+    since the gradients are seen there. *compile* is that of :func:`piper.compile`: the single process is never compiled. Raises what :func:`piper.compile` raises.
     """
     if steps < 1:
         raise CheckError(f"steps must be at least 1 to compare anything, found {steps}")
@@ -189,7 +191,8 @@ def check(
     errors: list[StepErrors] = []
     loss = 0.0
     chosen = backend or InProcessBackend()
-    with Trainer(programs, program, chosen, tensors, observed, seed) as trainer:
+    how = compilation(compile)
+    with Trainer(programs, program, chosen, tensors, observed, seed, how) as trainer:
         for step in range(steps):
             current = fetch(step)
             result = trainer.step(*current)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -14,8 +15,9 @@ from piper.backends.base import Backend
 from piper.capture.joint import LossFn
 from piper.capture.precision import PrecisionLike, make_precision
 from piper.directives.base import Directive
-from piper.errors import StateError
+from piper.errors import ConfigError, StateError
 from piper.runtime.batch import Batch
+from piper.runtime.compiled import Compilation
 from piper.runtime.state import OptimizerFactory, OptimizerSpec, Weights
 
 
@@ -35,6 +37,7 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     precision: PrecisionLike = None,
     batch_dims: Mapping[str, int | None] | None = None,
     init: Weights | None = None,
+    compile: bool | Literal["fallback"] = False,  # noqa: A002 (torch's word)
     verify_capture: bool = True,
     memory_budget: int | str | None = None,
     receive_bytes: int | str | None = None,
@@ -54,7 +57,10 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     only reported). ``precision`` is a :class:`piper.Precision`, or one of the names ``"bf16"``, ``"fp16"``, ``"float32"`` and ``"float64"``: in
     which types is computed, reduced and updated, and whether the loss is scaled (then the norm is reported too); without it, in those that the model and
     the batch have. ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
-    model on the meta device: a mapping, or a function from names to one. ``verify_capture`` compares one
+    model on the meta device: a mapping, or a function from names to one. With ``compile``, each chunk goes through
+    TorchInductor when the workers start (forward, backward and the halves of a split backward, each distinct body once in a
+    process; results are cached on disk); one that cannot be compiled is a :class:`CompileError`, or, with
+    ``"fallback"``, runs as it is, with a warning. ``verify_capture`` compares one
     microbatch's loss and gradients with eager PyTorch first (skipped on the meta device).
 
     ``memory_budget`` (bytes, or a text such as ``"512MiB"``) bounds the planned peak of every device, optimizer state included, and of every
@@ -82,7 +88,15 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     if verify_capture and not _on_meta(model):
         check_capture(model, loss_fn, program, example_batch, seed, policy)
     chosen = make_backend(backend) if isinstance(backend, str) else backend
-    return Trainer(programs, program, chosen, weights, spec, seed)
+    return Trainer(programs, program, chosen, weights, spec, seed, compilation(compile))
+
+
+def compilation(option: bool | Literal["fallback"]) -> Compilation:
+    """What ``compile=`` says. Raises :class:`ConfigError` for anything else than its values."""
+    choices = {False: Compilation.OFF, True: Compilation.ON, "fallback": Compilation.FALLBACK}
+    if option not in choices:
+        raise ConfigError(f'compile is False, True or "fallback", found {option!r}')
+    return choices[option]
 
 
 def _weights(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from piper.backends.base import Backend, StepResult
 from piper.errors import BatchError, StateError, nearest
 from piper.ir.dag import Dag, GradientUse, LossKind
 from piper.runtime.batch import Batch, Data
+from piper.runtime.compiled import Compilation
 from piper.runtime.elementwise import check_optimizer
 from piper.runtime.state import (
     OptimizerSpec,
@@ -72,8 +73,10 @@ class Trainer:
         weights: Weights,
         optimizer: OptimizerSpec | None,
         seed: int,
+        compilation: Compilation = Compilation.OFF,
     ) -> None:
         self._programs, self._backend, self._seed = programs, backend, seed
+        self._compilation = compilation
         self._train = program
         self._trained = _trained(program)
         self._loaded: set[str] = set()
@@ -331,7 +334,13 @@ class Trainer:
                     "it; compile a new trainer, or make it with the parameter trained and freeze it afterwards"
                 )
             with self._closing_on_error():
-                self._backend.load(program.key, program.plan, program.signature, program.constants)
+                self._backend.load(
+                    program.key,
+                    program.plan,
+                    program.signature,
+                    program.constants,
+                    self._compilation,
+                )
             self._loaded.add(program.key)
 
     def _scale(self) -> float:

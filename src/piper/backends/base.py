@@ -31,6 +31,7 @@ from piper.ops.write_buffer import WriteBuffer
 from piper.plan.model import DevicePlan, Plan
 from piper.registry import Registry
 from piper.runtime.batch import Batch, Data, FixedBatches, Signature, signature
+from piper.runtime.compiled import Compilation
 from piper.runtime.state import (
     OptimizerSnapshot,
     OptimizerSpec,
@@ -96,13 +97,15 @@ class Backend(Protocol):
         plan: Plan,
         signature: Signature,
         constants: Mapping[str, torch.Tensor] | None = None,
+        compilation: Compilation = Compilation.OFF,
     ) -> None:
         """Ship *plan*, for global batches of *signature*, to all workers under *key* and make it
         ready to run.
 
         *constants* are the values of buffers that this plan alone has (tensors that capture found);
         they belong to the plan, not to the state. A plan loaded after ``initialise`` may else use
-        only parameters and buffers that its device holds.
+        only parameters and buffers that its device holds. *compilation* says whether chunks are compiled: here, or
+        by ``initialise`` for plans loaded before it. A failure is a :class:`~piper.errors.CompileError`.
         """
 
     def initialise(
@@ -273,6 +276,7 @@ class WorkerBackend(ABC):
         plan: Plan,
         signature: Signature,
         constants: Mapping[str, torch.Tensor] | None = None,
+        compilation: Compilation = Compilation.OFF,
     ) -> None:
         """See :class:`Backend`."""
         if self._holdings is not None:
@@ -291,6 +295,7 @@ class WorkerBackend(ABC):
                 "mine": mine,
                 "signature": signature,
                 "constants": {n: own[n] for n in _state_names(mine) if n in own},
+                "compilation": compilation,
             }
             for mine in _by_device(plan)
         ]

@@ -42,6 +42,7 @@ def check(path: Path, console: Console) -> bool:
         seed=config.train.seed,
         max_grad_norm=config.train.max_grad_norm,
         precision=config.train.policy(),
+        compile=config.train.compile,
     )
     console.print(report)
     return report.ok

@@ -25,7 +25,7 @@ from piper.plan.account import OptimizerBytes, account, adam_bytes
 from piper.plan.codec import save_plan
 from piper.plan.memory import Category, DeviceMemory
 from piper.plan.model import DevicePlan, Plan
-from piper.plan.text import plan_text
+from piper.plan.text import overlap_text, plan_text
 from piper.planner.budget import to_bytes
 from piper.planner.estimate import Rates, node_seconds
 from piper.runtime.batch import Batch
@@ -80,6 +80,8 @@ def plan(
     console.print(_headline(planned))
     console.print(draw(rows, console.width))
     console.print(_table(planned, rows))
+    if overlaps := overlap_text(planned):
+        console.print(Text(overlaps, end=""), soft_wrap=True)
     found = measure_memory(config, model, program) if measured else None
     console.print(_memory_table(planned, plan_memory(config, planned, measured=measured), found))
     if save is not None:

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from piper.directives.base import Directive, directive
 from piper.errors import OrderError
 from piper.ids import DeviceId, NodeId
-from piper.ir.dag import Comm, Dag, Node, OrderEdge, Pass, Tags
+from piper.ir.dag import Comm, Dag, Node, OrderEdge, Overlap, Pass, Tags
 from piper.ir.derive import derive
-from piper.ir.edit import Edit, add_order
+from piper.ir.edit import Edit, add_order, add_overlaps
+from piper.ir.overlap import overlapping
 from piper.ir.select import COMM, PASS, FilterValue, Selector
 from piper.ir.split_backward import split_backward
 from piper.ops.update import Update
@@ -18,7 +19,8 @@ _HALVES = (Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
 @directive
 class Order(Directive, frozen=True):
     """A list of groups, each a list of filters: on each device, the chunks of one group run before those of the
-    next group; the members of one group may overlap.
+    next group; the members of one group may overlap: the planner interleaves their chunks so that communication of one hides behind
+    compute of another.
 
     Communication follows its data; a filter that names it (``{"COMM": "all_reduce"}``) orders it too.
     A filter whose pass a region does not have is empty.
@@ -26,6 +28,8 @@ class Order(Directive, frozen=True):
     Passes ``BI`` and ``BW`` split the backward of the chunks that they match: ``BI`` makes the gradients that other
     chunks read, ``BW`` those of parameters; ``B`` means both. ``BI`` always comes first. A backward that makes only one kind is not cut:
     it is ``BI`` or ``BW``, and the filter for the other half is empty. Where a ``BI`` is ordered, its ``BW`` must be, too.
+
+    Raises :class:`OrderError` for a ``BI`` without its ``BW``, and for members of a group of which one needs what another makes.
 
     Before ``Order([[{"MB": 1, "PASS": "F"}], [{"MB": 0, "PASS": "B"}]])``, on one device::
 
@@ -90,18 +94,22 @@ class Order(Directive, frozen=True):
     def _ordered(self, dag: Dag, number: int, selector: Selector) -> Edit:
         last: dict[DeviceId | None, list[NodeId]] = {}
         edges: dict[tuple[NodeId, NodeId], None] = {}
+        overlaps: list[tuple[NodeId, ...]] = []
         for group in self.filters:
+            members = [selector.find(filter_, _orderable) for filter_ in group]
             current: dict[DeviceId | None, dict[NodeId, None]] = {}
-            for filter_ in group:
-                for node in selector.find(filter_, _orderable):
+            for member in members:
+                for node in member:
                     for device in dag.nodes[node].participants or (None,):
                         current.setdefault(device, {})[node] = None
+            overlaps += overlapping(dag, members)
             for device, nodes in current.items():
                 first, final = _ends(dag, nodes)
                 for before in last.get(device, ()):
                     edges.update({(before, after): None for after in first if after != before})
                 last[device] = final
-        return add_order(dag, [OrderEdge(a, b, number) for a, b in edges])
+        dag = add_order(dag, [OrderEdge(a, b, number) for a, b in edges]).dag
+        return add_overlaps(dag, [Overlap(number, nodes) for nodes in overlaps])
 
 
 def _orderable(node: Node) -> bool:

@@ -167,6 +167,15 @@ class OrderEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
     directive: int = -1
 
 
+class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Chunks of one group of an ``Order`` on the same devices, of at least two of its members: they are to hide each other's
+    communication. ``directive`` is the number of the directive that said so.
+    """
+
+    directive: int
+    nodes: tuple[NodeId, ...]
+
+
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A parameter by its first name; ``aliases`` are the other names of a tied one."""
 
@@ -290,7 +299,7 @@ class Dag:
     ``captured_size`` rows); ``guards`` are conditions over it under which the capture holds; ``batch_size`` is the rows
     of the global batch. ``losses`` (and ``weights``, for a weighted loss) list one value per microbatch.
     ``contributions`` lists, per parameter, the gradient contributions of all core chunks. ``buffer_updates``
-    gives the final value of each buffer that the forward writes. ``shards`` lists, for each sharded parameter, the device groups of which
+    gives the final value of each buffer that the forward writes. ``overlaps`` are the groups of chunks that an order wants interleaved. ``shards`` lists, for each sharded parameter, the device groups of which
     member i holds slice i. ``clip`` and ``gradient_use`` say what is done with the gradients. ``directives`` is the history, as text.
     ``precision`` says in which types is computed, summed and updated, where these differ from the model's. A parameter that is not updated in the
     type in which it is read has a *master copy*, of role SHARD: a slice, or where the parameter is not sharded all of it, in
@@ -322,6 +331,7 @@ class Dag:
     gradient_use: GradientUse = GradientUse.UPDATE
     precision: ElementTypes | None = None
     loss_scaled: bool = False
+    overlaps: tuple[Overlap, ...] = ()
 
     @cached_property
     def producers(self) -> Mapping[ValueId, NodeId]:

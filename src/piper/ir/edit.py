@@ -20,6 +20,7 @@ from piper.ir.dag import (
     GradientUse,
     Node,
     OrderEdge,
+    Overlap,
     Replication,
     Role,
     SplitDim,
@@ -62,6 +63,11 @@ def add_order(dag: Dag, edges: Sequence[OrderEdge]) -> Edit:
     known = {(e.before, e.after) for e in dag.order}
     fresh = tuple(e for e in edges if (e.before, e.after) not in known)
     return Edit(replace(dag, order=dag.order + fresh), {})
+
+
+def add_overlaps(dag: Dag, overlaps: Sequence[Overlap]) -> Edit:
+    """Record groups of chunks that are to overlap."""
+    return Edit(replace(dag, overlaps=(*dag.overlaps, *overlaps)), {})
 
 
 def ordered_by_user(dag: Dag) -> frozenset[NodeId]:
@@ -125,6 +131,11 @@ class _Splitter:
             contributions={p: self._all(vs) for p, vs in dag.contributions.items()},
             buffer_updates={b: self.copies[v][-1] for b, v in dag.buffer_updates.items()},
             order=order,
+            overlaps=tuple(
+                replace_struct(overlap, nodes=tuple(remap[n][m] for n in overlap.nodes))
+                for overlap in dag.overlaps
+                for m in range(self.count)
+            ),
             splits=(*dag.splits, SplitDim(self.dim, self.count)),
         )
         return Edit(split, remap)

@@ -341,8 +341,9 @@ def _copies(cut: _Cut, bindings: Mapping[str, int]) -> list[Reference]:
             uses.setdefault(ref, []).append(position)
     found: list[Reference] = []
     for root in sorted(cut.passed):
-        views = _final_views(body, root, uses, frozenset(cut.contributions))
-        if views is None or not any(_shows_part(body, v) for v in views):
+        final = _final_views(body, root, uses, frozenset(cut.contributions))
+        views = sorted({_part_behind(body, v) for v in final} if final else {root})
+        if root in views:
             continue
         size = sum(spec_of(body, v).nbytes(bindings) for v in views)
         if size < spec_of(body, root).nbytes(bindings):
@@ -372,15 +373,17 @@ def _final_views(
     return sorted(set(found))
 
 
-def _shows_part(body: Body, ref: Reference) -> bool:
-    """Whether a view is made by way of an operator that may show a part only."""
-    while ref >= len(body.inputs) and _is_cheap_target(
-        (call := body.calls[ref - len(body.inputs)]).target
-    ):
-        if call.target.rsplit(".", 1)[0] in PARTS:
-            return True
+def _part_behind(body: Body, ref: Reference) -> Reference:
+    """The last part of something that the view *ref* was made of, or what it is a view of."""
+    while (position := ref - len(body.inputs)) >= 0:
+        call = body.calls[position]
+        maker = (
+            body.calls[call_refs(call)[0] - len(body.inputs)] if call.target == GETITEM else call
+        )
+        if maker.target.rsplit(".", 1)[0] in PARTS or not is_view(maker.target):
+            break
         ref = call_refs(call)[0]
-    return False
+    return ref
 
 
 def _copied(body: Body, views: Sequence[Reference]) -> tuple[Body, dict[Reference, Reference]]:

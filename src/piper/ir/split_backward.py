@@ -57,7 +57,11 @@ def split_backward(dag: Dag, chunks: Collection[NodeId]) -> Edit:
     }
     edges, renamed = _renamed_edges(dag.order, remap, gathers)
     joins = [OrderEdge(h[0], h[1], JOINS) for h in remap.values() if len(h) > 1]
-    done = replace(done, order=_distinct([*joins, *edges]))
+    overlaps = tuple(
+        replace_struct(o, nodes=tuple(h for n in o.nodes for h in remap.get(n, (n,))))
+        for o in dag.overlaps
+    )
+    done = replace(done, order=_distinct([*joins, *edges]), overlaps=overlaps)
     if renamed:
         done = derive(done)
         done = replace(

@@ -26,6 +26,7 @@ from piper.ir.dag import (
     GradientUse,
     LossKind,
     OrderEdge,
+    Overlap,
     Parameter,
     Replication,
     SplitDim,
@@ -84,6 +85,7 @@ class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradient_use: GradientUse
     precision: ElementTypes | None
     loss_scaled: bool
+    overlaps: tuple[Overlap, ...] = ()
 
 
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,10 +4,13 @@ Critical-path list scheduling (Graham, 1969; priority: the longest remaining pat
 whenever a device's compute stream is free it takes, among its ready chunks, the one with the longest path still ahead. Communication starts
 when its data is ready. The order of start times respects every edge, and since each device's program is a
 restriction of this one order, programs cannot wait for each other in a circle.
+
+Chunks of one overlap group come by the longest path that is left to the end of the group instead, what lies between them on other devices and
+links included: so a chunk whose result has far to travel goes first, and what does not depend on it hides the way.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from piper.ids import DeviceId, NodeId
@@ -29,8 +32,11 @@ class _Simulation:
         self.dag = dag
         self.seconds = seconds
         self.rank = {node: i for i, node in enumerate(topological_order(dag))}
-        self.ahead = _longest_paths(dag, seconds, list(self.rank))
         self.lane_of = _lanes(dag)
+        self.ahead = _longest_paths(dag, seconds, list(self.rank))
+        self.priority = dict(self.ahead)
+        for overlap in dag.overlaps:
+            self._prefer_inside(overlap.nodes)
         self.waiting = {node: len(before) for node, before in dag.predecessors.items()}
         self.ready: dict[Lane, list[tuple[bool, float, int, NodeId]]] = {}
         self.updates = 0  # that became ready so far
@@ -98,9 +104,51 @@ class _Simulation:
     def _urgency(self, node: NodeId) -> tuple[bool, float]:
         """Smaller is sooner."""
         if self.dag.nodes[node].pass_ is not Pass.UPDATE:
-            return False, -self.ahead[node]
+            return False, -self.priority[node]
         self.updates += 1
         return True, float(self.updates)
+
+    def _prefer_inside(self, nodes: Collection[NodeId]) -> None:
+        """Let the chunks *nodes* of a group come by the longest path to the end of the group, on each lane.
+
+        Among others, the group as a whole counts as much as the most urgent of its chunks.
+        """
+        by_lane: dict[Lane, set[NodeId]] = {}
+        for node in nodes:
+            if (lane := self.lane_of.get(node)) is not None:
+                by_lane.setdefault(lane, set()).add(node)
+        for group in by_lane.values():
+            inside = self._paths_inside(group)
+            base = max(self.ahead[n] - inside[n] for n in group)
+            self.priority.update({n: base + inside[n] for n in group})
+
+    def _paths_inside(self, group: Collection[NodeId]) -> Mapping[NodeId, float]:
+        """The longest path from each node of *group* to its end, over its nodes and what lies between them: communication, and
+        chunks of other devices.
+        """
+        between = self._reached(group)
+        inside: dict[NodeId, float] = {}
+        for node in sorted(between.union(group), key=self.rank.__getitem__, reverse=True):
+            ways = [inside[n] for n in self.dag.successors[node] if n in inside]
+            if ways or node in group:
+                inside[node] = self.seconds[node] + max(ways, default=0.0)
+        return {node: inside[node] for node in group}
+
+    def _reached(self, group: Collection[NodeId]) -> set[NodeId]:
+        """Nodes of the same microbatches that *group* leads to, none later than its last."""
+        dag, last = self.dag, max(self.rank[n] for n in group)
+        found: set[NodeId] = set()
+        waiting = list(group)
+        while waiting:
+            node = waiting.pop()
+            microbatch = dag.microbatch(dag.nodes[node].tags)
+            for after in dag.successors[node]:
+                late = self.rank[after] >= last or dag.nodes[after].pass_ is Pass.UPDATE
+                if late or after in found or dag.microbatch(dag.nodes[after].tags) != microbatch:
+                    continue
+                found.add(after)
+                waiting.append(after)
+        return found
 
     def _start(self, node: NodeId, now: float) -> None:
         self.order.append(node)

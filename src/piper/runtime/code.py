@@ -150,9 +150,9 @@ class _Writer:
             case Expr(text=text):
                 return repr(evaluate(text, self._bindings))
             case ir.Const():
-                return self._hoist(f"{arg.kind}_{arg.text}", self._constant(arg))
+                return self._hoist(f"{arg.kind}_{arg.text}", constant(arg, self._device))
             case ir.Literal():
-                return self._hoist("literal", self._literal(arg), arg)
+                return self._hoist("literal", literal(arg, self._bindings, self._device), arg)
             case ir.Sequence(items=items):
                 return f"[{', '.join(self._argument(item) for item in items)}]"
             case _:
@@ -160,26 +160,6 @@ class _Writer:
 
     def _here(self) -> str:
         return self._hoist("here", self._device)
-
-    def _constant(self, const: ir.Const) -> object:
-        match const.kind:
-            case "dtype":
-                return torch_dtype(const.text)
-            case "memory_format" | "layout":
-                return getattr(torch, const.text)
-            case "device":
-                return self._device if const.text == "here" else torch.device(const.text)
-            case "float":
-                return float(const.text)
-            case "complex":
-                return complex(const.text)
-            case _:
-                raise PlanError(f"unknown constant {const.kind} {const.text!r} in a chunk body")
-
-    def _literal(self, literal: ir.Literal) -> torch.Tensor:
-        shape = [bind(d, self._bindings) for d in literal.spec.shape]
-        dtype = torch_dtype(literal.spec.dtype)
-        return torch.tensor(literal.values, dtype=dtype, device=self._device).reshape(shape)
 
     def _hoist(self, stem: str, value: object, key: object = None) -> str:
         """A global name for *value*; equal keys (by default: stems) share one."""
@@ -190,3 +170,27 @@ class _Writer:
             self._names[key] = name
             self.constants[name] = value
         return self._names[key]
+
+
+def constant(const: ir.Const, device: torch.device) -> object:
+    """The value of *const* on *device*."""
+    match const.kind:
+        case "dtype":
+            return torch_dtype(const.text)
+        case "memory_format" | "layout":
+            return getattr(torch, const.text)
+        case "device":
+            return device if const.text == "here" else torch.device(const.text)
+        case "float":
+            return float(const.text)
+        case "complex":
+            return complex(const.text)
+        case _:
+            raise PlanError(f"unknown constant {const.kind} {const.text!r} in a chunk body")
+
+
+def literal(literal: ir.Literal, bindings: Mapping[str, int], device: torch.device) -> torch.Tensor:
+    """The tensor that *literal* is."""
+    shape = [bind(d, bindings) for d in literal.spec.shape]
+    dtype = torch_dtype(literal.spec.dtype)
+    return torch.tensor(literal.values, dtype=dtype, device=device).reshape(shape)

@@ -11,7 +11,7 @@ import torch
 
 from piper.devices.base import TorchDevice
 from piper.devices.tensors import torch_dtype
-from piper.errors import AbortedError, CommunicationError, RunError
+from piper.errors import AbortedError, CommunicationError, CompileError, RunError
 from piper.ids import BodyId, Slot, Stream
 from piper.ir.dag import STATE, Dag, Node, Role
 from piper.ops.base import (
@@ -24,10 +24,13 @@ from piper.ops.base import (
     StepContext,
     Tensor,
 )
+from piper.ops.compute import Call
 from piper.plan.model import DevicePlan, Plan, SlotInfo
-from piper.runtime.code import chunk_function
+from piper.runtime.code import ChunkCode, chunk_function
+from piper.runtime.compiled import Compilation, compiled_function
 from piper.runtime.context import Context
 from piper.runtime.state import ModelState
+from piper.runtime.warm_up import warm_up
 
 Closure: TypeAlias = Callable[[], None]
 
@@ -46,6 +49,7 @@ class Binding:
         context: Context,
         communicators: Mapping[CommunicatorId, Communicator],
         slots: Sequence[torch.Tensor | None],
+        compilation: Compilation = Compilation.OFF,
     ) -> None:
         self.slots: list[Tensor | None] = [*slots]
         # The ops layer is free of torch: its tensors are opaque, ours are torch's.
@@ -55,16 +59,25 @@ class Binding:
         self._plan = plan
         self._torch_device = device.torch_device
         self._communicators = communicators
+        self._compilation = compilation
         self._functions: dict[BodyId, ChunkFunction] = {}
 
     def function(self, body: BodyId) -> ChunkFunction:
         """The code of a body, sizes bound."""
         function = self._functions.get(body)
         if function is None:
-            plan = self._plan
-            code = chunk_function(plan.dag.bodies[body], plan.bindings, self._torch_device)
-            function = self._functions[body] = cast("ChunkFunction", code)
+            function = self._functions[body] = cast("ChunkFunction", self.code(body))
         return function
+
+    def code(self, body: BodyId) -> ChunkCode:
+        """The code of a body, as torch's functions see it."""
+        dag, bindings, device = self._plan.dag, self._plan.bindings, self._torch_device
+        if self._compilation is Compilation.OFF:
+            return chunk_function(dag.bodies[body], bindings, device)
+        nodes = dag.nodes.values()
+        chunk = next(n for n in nodes if isinstance(n.work, Call) and n.work.body == body)
+        fallback = self._compilation is Compilation.FALLBACK
+        return compiled_function(dag.bodies[body], bindings, device, chunk.label, fallback=fallback)
 
     def communicator(self, name: CommunicatorId) -> Communicator:
         """A communicator of which this device is a member."""
@@ -82,12 +95,12 @@ class Step:
 class Program:
     """One device's plan, bound: :meth:`run` executes one training step.
 
-    *constants* are buffers that this plan alone has.
+    *constants* are buffers that this plan alone has. *compilation* says whether chunks are compiled; they are when the
+    program is made, which may raise :class:`CompileError`.
 
     Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and
-    instruction, with the original as its cause; :class:`CommunicationError` and
-    :class:`AbortedError` keep their class, since they are mostly the consequence of another
-    device's failure.
+    instruction, with the original as its cause; :class:`CompileError` keeps its class, and :class:`CommunicationError` and
+    :class:`AbortedError`, since they are mostly the consequence of another device's failure.
     """
 
     def __init__(
@@ -100,6 +113,7 @@ class Program:
         context: Context,
         communicators: Mapping[CommunicatorId, Communicator],
         constants: Mapping[str, torch.Tensor],
+        compilation: Compilation = Compilation.OFF,
     ) -> None:
         self._plan = plan
         self._mine = mine
@@ -119,9 +133,12 @@ class Program:
             context=context,
             communicators=communicators,
             slots=slots,
+            compilation=compilation,
         )
         self._slots = binding.slots
         self._transient = [n for n, i in enumerate(mine.slots) if i.role not in STATE]
+        if compilation is not Compilation.OFF:
+            warm_up(mine, slots, binding.code, device.torch_device)
         self._steps = list(_bind(mine.instructions, binding))
         self._closures = [step.run for step in self._steps]
 
@@ -193,7 +210,7 @@ def _is_split(dag: Dag, node: Node) -> bool:
 
 def failure_class(error: BaseException) -> type[RunError]:
     """The class in which a worker's failure is reported."""
-    for kind in (AbortedError, CommunicationError):
+    for kind in (AbortedError, CommunicationError, CompileError):
         if isinstance(error, kind):
             return kind
     return RunError

@@ -22,6 +22,7 @@ from piper.runtime.batch import (
     flatten,
     signature_of,
 )
+from piper.runtime.compiled import Compilation
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Program
 from piper.runtime.state import ModelState, OptimizerSpec, Slice, StateSnapshot, Weights
@@ -67,6 +68,7 @@ class _Loaded:
     constants: Mapping[str, torch.Tensor]
     context: Context
     loads: bool
+    compilation: Compilation
     program: Program | None = None
 
 
@@ -95,9 +97,10 @@ class Worker:
         mine: DevicePlan,
         signature: Signature,
         constants: Mapping[str, torch.Tensor],
+        compilation: Compilation = Compilation.OFF,
     ) -> None:
         """Make *mine*, the part of *plan* for this device, ready to run; *constants* are buffers
-        that only this plan has.
+        that only this plan has, *compilation* says whether its chunks are compiled.
 
         Of *plan* are read: the bindings and numbers, the communicators, and the DAG's nodes,
         bodies, state, batch and splits.
@@ -110,7 +113,7 @@ class Worker:
         device = self._make_device()
         context = Context(plan, device.torch_device)
         loads = any(isinstance(i, LoadInput) for i in mine.instructions)
-        loaded = _Loaded(plan, mine, signature, constants, context, loads)
+        loaded = _Loaded(plan, mine, signature, constants, context, loads, compilation)
         self._plans[key] = loaded
         if self._state is not None:
             loaded.program = self._program(loaded, device, self._state)
@@ -202,6 +205,7 @@ class Worker:
             context=loaded.context,
             communicators=self._communicators,
             constants=loaded.constants,
+            compilation=loaded.compilation,
         )
 
     def _load_batch(self, loaded: _Loaded, data: Data | None, step: int) -> Signature | None:

@@ -216,7 +216,8 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     every *eval_every* steps over *eval_batches* batches. The run ends after *steps* steps or
     *max_minutes* minutes, whichever comes first; then one process repeats the first *reference_steps*
     of its steps, for comparison, in float32 whatever the *precision* is: its name ("bf16", "fp16", "float32", "float64"), or a section of
-    its own. *address* is that of a running Ray cluster; without it Ray is started
+    its own. *compile* puts every chunk through TorchInductor before the first step: true, false, or "fallback" (chunks
+    that cannot be compiled run as they are). *address* is that of a running Ray cluster; without it Ray is started
     on this machine.
     """
 
@@ -232,6 +233,7 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_minutes: Positive | None = None
     seed: Index = 0
     backend: Literal["ray", "inprocess"] = "ray"
+    compile: bool | Literal["fallback"] = False
     address: str | None = None
     out_dir: str = "runs/latest"
 
@@ -431,7 +433,7 @@ def _explain(message: str, raw: object) -> str:
         return f"{missing[1]}: expected this {'field' if field else 'section'}, found none"
     found = _found(_lookup(raw, steps))
     if problem.startswith("Invalid"):
-        allowed = ", ".join(repr(value) for value in _allowed(steps, raw))
+        allowed = ", ".join(_found(value) for value in _allowed(steps, raw))
         return f"{field}: expected one of {allowed}, found {found}"
     expected = problem.removeprefix("Expected ").partition(", got")[0]
     return f"{field}: expected {_in_toml_words(expected)}, found {found}"
@@ -444,6 +446,7 @@ _TOML_WORDS = {
     "`float`": "a number",
     "`str`": "a string",
     "`bool`": "true or false",
+    "`bool | str`": "true, false or a string",
     "`array | null`": "an array",
     "`int | null`": "an integer",
     "`float | null`": "a number",
@@ -480,13 +483,13 @@ def _lookup(raw: object, steps: list[str]) -> object:
 
 def _type_at(steps: list[str], raw: object) -> inspect.Type:
     """The declared type at the path *steps*, choosing among tagged sections by the tag in *raw*."""
-    kind = _chosen(inspect.type_info(RunConfig), raw)
+    kind: inspect.Type = inspect.type_info(RunConfig)
     for step in steps:
-        value = _lookup(raw, [step])
+        kind, value = _chosen(kind, raw), _lookup(raw, [step])
         if not isinstance(kind, inspect.StructType) or step == kind.tag_field:
             break
         fields = {field.encode_name: field.type for field in kind.fields}
-        kind, raw = _chosen(fields[step], value), value
+        kind, raw = fields[step], value
     return kind
 
 
@@ -505,7 +508,7 @@ def _chosen(kind: inspect.Type, value: object) -> inspect.Type:
 
 
 def _known_fields(steps: list[str], raw: object) -> list[str]:
-    kind = _type_at(steps, raw)
+    kind = _chosen(_type_at(steps, raw), _lookup(raw, steps))
     if not isinstance(kind, inspect.StructType):
         return []
     tag = [kind.tag_field] if kind.tag_field is not None else []
@@ -513,10 +516,13 @@ def _known_fields(steps: list[str], raw: object) -> list[str]:
 
 
 def _allowed(steps: list[str], raw: object) -> list[object]:
-    """The values that the literal or the tag at the path *steps* may take."""
+    """The values that the literal (perhaps besides true and false) or the tag at the path *steps* may take."""
     kind = _type_at(steps, raw)
-    if isinstance(kind, inspect.LiteralType):
-        return list(kind.values)
+    members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    literals = [v for m in members if isinstance(m, inspect.LiteralType) for v in m.values]
+    if literals:
+        booleans = any(isinstance(member, inspect.BoolType) for member in members)
+        return [*([True, False] if booleans else []), *literals]
     tags = {"kind": MODEL_KINDS, "name": OPTIMIZER_NAMES}
     return list(tags[steps[-1]])
 

@@ -108,7 +108,8 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
     directives = config.strategy.directives()
     files = RunFiles(Path(config.train.out_dir))
     files.clear()
-    watcher.begin("capturing, planning and verifying; starting the workers")
+    compiling = "; compiling" if config.train.compile else ""
+    watcher.begin(f"capturing, planning and verifying; starting the workers{compiling}")
     with MetricsWriter(files.metrics) as metrics:
         trainer = compile_strategy(
             model,
@@ -126,6 +127,7 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
             fetch_bytes=config.memory.fetch_bytes,
             reduce_bytes=config.memory.reduce_bytes,
             precision=config.train.policy(),
+            compile=config.train.compile,
         )
         with trainer, Interrupts() as interrupts:
             files.write_strategy(directives, trainer.program.plan)
