@@ -84,7 +84,7 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.group = nn.LayerNorm(WIDTH), nn.GroupNorm(2, WIDTH)
+        self.layer, self.group = nn.LayerNorm(WIDTH), nn.GroupNorm(1, WIDTH)
         self.rms = nn.RMSNorm(WIDTH)
         self.linear, self.shift = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
         for norm in (self.layer, self.group, self.rms):
@@ -99,7 +99,8 @@ class Conv(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(2, 3, 3, padding=1), nn.ConvTranspose2d(3, 2, 3, padding=1)
+        self.a = nn.Conv2d(2, 3, 3, padding=1, bias=False)
+        self.b = nn.ConvTranspose2d(3, 2, 3, padding=1)
         self.norm = nn.BatchNorm2d(3, track_running_stats=False)
 
     def forward(self, x):
@@ -248,14 +249,17 @@ def all_cases() -> list[Case]:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A small part of the matrix in which every pair of values of any two factors occurs; greedy, deterministic."""
+    """A small part of the matrix in which every pair of values of any two factors occurs; greedy, deterministic. First among
+    those that shard over two replicas, then among all.
+    """
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.pp, str(c)))
-    missing = set().union(*(c.pairs for c in cases))
     chosen: list[Case] = []
-    while missing:
-        best = max(cases, key=lambda c: len(c.pairs & missing))
-        chosen.append(best)
-        missing -= best.pairs
+    for part in ([c for c in cases if c.zero and c.dp > 1 and c.pp == 2], cases):
+        missing = set().union(*(c.pairs for c in part)).difference(*(c.pairs for c in chosen))
+        while missing:
+            best = max(part, key=lambda c: len(c.pairs & missing))
+            chosen.append(best)
+            missing -= best.pairs
     return tuple(chosen)
 
 

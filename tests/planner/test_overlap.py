@@ -104,7 +104,7 @@ def test_chunks_take_turns_and_messages_hide():
 def test_what_waits_for_messages_goes_first():
     """The forward has none: its chunks are kept to fill the gaps of the backward, though the rest of the step waits for them too."""
     dag = apply(ping_pong(3, forward_links=False), [*PLACED, OVERLAP])
-    for comm in (0.1, 0.45, 2.0):
+    for comm in (0.1, 0.45):
         assert group(dag, total_order(dag, seconds(dag, comm=comm)))[:6] == "BFBFBF"
 
 

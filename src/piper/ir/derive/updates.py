@@ -195,8 +195,10 @@ class _Bucket:
         if use.holders[0] is None:
             return
         source = update_chunk(Sum(), use.region, (), use.holders[0])
+        maker = builder.makers[self.made[self.names[0]][use.holders[0]][0]]
+        stream = maker.p2p_stream or P2P_STREAM
         for group in use.readers:
-            sent = [transfer(builder, g, source, group, "update", P2P_STREAM) for g in gradients]
+            sent = [transfer(builder, g, source, group, "update", stream) for g in gradients]
             scale = (divisors[group],) if divisors else ()
             yield self._final(sent, scale, group, (group,))
 

@@ -37,11 +37,14 @@ def sum_weights(builder: Builder, groups: Collection[Group]) -> Mapping[Group, V
     members = tuple(d for home in by_home for d in home or ())
     whole = sums[0]
     if len(members) > 1:
-        node = communication(AllReduce(), region, sums, (members,), REDUCE_STREAM)
+        replication = builder.replication(maker)
+        stream = REDUCE_STREAM if replication is None else replication.reduce_stream
+        node = communication(AllReduce(), region, sums, (members,), stream)
         (whole,) = builder.add(node, [total])
     found: dict[Group, ValueId] = dict.fromkeys(by_home, whole)
     source = update_chunk(Sum(), region, (), maker.devices)
     for group in groups:
         if group not in found and group is not None and maker.devices is not None:
-            found[group] = transfer(builder, whole, source, group, "update", P2P_STREAM)
+            stream = maker.p2p_stream or P2P_STREAM
+            found[group] = transfer(builder, whole, source, group, "update", stream)
     return found
