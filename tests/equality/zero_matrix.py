@@ -115,22 +115,22 @@ def strategy(case: Case) -> list[Directive]:
     return [replicate, *others, *([piper.Recompute({})] if case.recompute else [])]
 
 
-def plan_of(case: Case) -> Plan:
-    """The verified plan of *case*."""
+def plan_of(case: Case, directives: Sequence[Directive] | None = None) -> Plan:
+    """The verified plan of *case*; *directives* take the place of its own."""
     captured = _captured(case.num_stages, case.tied)
     dag = replace(captured.dag, batch_size=ROWS * case.dp * case.microbatches)
-    plan = piper.plan(piper.apply(dag, strategy(case)))
+    plan = piper.plan(piper.apply(dag, directives or strategy(case)))
     assert plan.num_devices == case.pp * case.dp
     assert bool(plan.dag.shards) == sharded(case)
     piper.verify(plan)
     return plan
 
 
-def run(case: Case) -> planned.Worst:
-    """Errors of *case* over all steps and devices."""
+def run(case: Case, directives: Sequence[Directive] | None = None) -> planned.Worst:
+    """Errors of *case* over all steps and devices; *directives* take the place of its own."""
     pieces = case.dp * case.microbatches
     found = planned.train(
-        plan_of(case),
+        plan_of(case, directives),
         _captured(case.num_stages, case.tied).constants,
         _model(case.num_stages, case.tied),
         _batches(pieces),

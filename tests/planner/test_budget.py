@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_explained():
 def test_what_is_done_already_is_not_advised():
     strategy = [piper.Replicate({}, [0, 1], shard_optimizer=True)]
     with pytest.raises(MemoryBudgetError) as caught:
-        planned(piper.apply(chain(6, batch_size=2), strategy), memory_budget=10)
+        planned(piper.apply(chain(6, batch_size=4), strategy), memory_budget=10)
     text = str(caught.value)
     assert "optimizer state: more replicas" in text
     assert "shard_optimizer=True" not in text
