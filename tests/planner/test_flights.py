@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from piper.simulate.memory import account
+from piper.plan.account import account
 from torch import nn
 
 import piper
