@@ -132,7 +132,11 @@ def test_calls_that_make_both_kinds_are_split_by_their_mask():
                 ]
                 masks.setdefault(call.target, []).append((pass_, getattr(mask, "items", None)))
     convolutions = masks["aten.convolution_backward.default"]
-    assert convolutions == [("BI", (True, False, False))] * 2 + [("BW", (False, True, True))] * 2
+    assert convolutions == [
+        *[("BI", (True, False, False))] * 2,
+        ("BW", (False, True, True)),
+        ("BW", (False, True, False)),  # the convolution without a bias
+    ]
     norms = masks["aten.native_batch_norm_backward.default"]
     assert norms == [("BI", (True, False, False)), ("BW", (False, True, True))]
 
