@@ -149,7 +149,13 @@ class Hardware:
 
 
 def _gpu(
-    name: str, bfloat16: float, float32: float, float64: float, memory: float, nvlink: float, nic: float
+    name: str,
+    bfloat16: float,
+    float32: float,
+    float64: float,
+    memory: float,
+    nvlink: float,
+    nic: float,
 ) -> Hardware:
     """Peaks in TFLOP/s (dense), bandwidths in GB/s per direction."""
     flops = {
@@ -191,4 +197,3 @@ def hardware(name: str, topology: Topology | None = None) -> Hardware:
     raise ConfigError(
         f"unknown device preset {name!r}{nearest(name.upper(), PRESETS)}; known: {', '.join(PRESETS)}"
     )
-

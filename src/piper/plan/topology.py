@@ -1,9 +1,8 @@
 """Which links connect the devices, and what a message or a collective asks of them."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeAlias
 
 from piper.errors import ConfigError
@@ -65,44 +64,58 @@ class Topology:
         if here == there:
             return self.intra, (("out", sender, 0), ("in", receiver, 0))
         return self.inter, (
-            ("nic out", here, self._nic(sender)),
-            ("nic in", there, self._nic(receiver)),
+            ("nic out", here, self.nic(sender)),
+            ("nic in", there, self.nic(receiver)),
         )
 
-    def _nic(self, device: DeviceId) -> int:
+    def nic(self, device: DeviceId) -> int:
+        """Which of its node's connections *device* uses."""
         return (device % self.devices_per_node) * self.nics // self.devices_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a message or collective asks of the links: ``nbytes`` through each of ``ports``, after ``latency`` seconds."""
+    """What a message or collective asks of the links: after ``latency`` seconds, ``nbytes`` times the port's fraction through each of
+    ``ports``.
+    """
 
     latency: float
     nbytes: float
-    ports: tuple[Port, ...]
+    ports: tuple[tuple[Port, float], ...]
 
 
-def traffic(
-    topology: Topology, role: str, members: Sequence[DeviceId], nbytes: float
-) -> Traffic:
+def traffic(topology: Topology, role: str, members: Sequence[DeviceId], nbytes: float) -> Traffic:
     """The traffic of one rendezvous whose messages have *nbytes* in all (what each member has afterwards).
 
-    Collectives take the bandwidth of a ring of the members in node order, which is the least possible, and the latency of
-    recursive doubling (Thakur, Rabenseifner and Gropp, 2005): an all-reduce sends 2·(n − 1)/n of its bytes through each port in 2·⌈log2 n⌉
-    rounds, the others (n − 1)/n of the whole in ⌈log2 n⌉.
+    Collectives take the bandwidth of rings of the members, which is the least possible, and the latency of recursive
+    doubling (Thakur, Rabenseifner and Gropp, 2005): an all-reduce sends 2·(n − 1)/n of its bytes through each device's port in 2·⌈log2 n⌉
+    rounds, the others (n − 1)/n of the whole in ⌈log2 n⌉. Between nodes there are as many rings as each node has connections for the
+    members on it, each with an equal part of the bytes.
     """
     if role in ("send", "receive"):
-        link, ports = topology.path(members[0], members[1])
-        return Traffic(link.latency, nbytes, ports)
+        link, path = topology.path(members[0], members[1])
+        return Traffic(link.latency, nbytes, tuple((port, 1.0) for port in path))
     count = len(members)
     if count < 2:
         return Traffic(0.0, 0.0, ())
     volume, rounds = _volume(role)(nbytes, count)
-    ring = sorted(members)
-    hops = [topology.path(a, b) for a, b in pairwise([*ring, ring[0]])]
-    ports = tuple(dict.fromkeys(port for _, hop in hops for port in hop))
-    latency = max(link.latency for link, _ in hops)
-    return Traffic(rounds * math.ceil(math.log2(count)) * latency, volume, ports)
+    rounds *= math.ceil(math.log2(count))
+    by_node: dict[int, list[DeviceId]] = {}
+    for member in members:
+        by_node.setdefault(topology.node(member), []).append(member)
+    ports: dict[Port, float] = {}
+    for mine in by_node.values():
+        if len(mine) > 1:
+            ports.update((("out", d, 0), 1.0) for d in mine)
+            ports.update((("in", d, 0), 1.0) for d in mine)
+    if len(by_node) == 1:
+        return Traffic(rounds * topology.intra.latency, volume, tuple(ports.items()))
+    nics = {node: sorted({topology.nic(d) for d in mine}) for node, mine in by_node.items()}
+    rings = min(map(len, nics.values()))
+    for node, numbers in nics.items():
+        for number in numbers[:rings]:
+            ports["nic out", node, number] = ports["nic in", node, number] = 1 / rings
+    return Traffic(rounds * topology.inter.latency, volume, tuple(ports.items()))
 
 
 def _volume(role: str) -> Callable[[float, int], tuple[float, int]]:
@@ -120,9 +133,5 @@ def alone_seconds(topology: Topology, asked: Traffic) -> float:
     """How long *asked* takes on idle links."""
     if not asked.ports or not asked.nbytes:
         return asked.latency
-    return asked.latency + asked.nbytes / slowest(topology, asked.ports)
-
-
-def slowest(topology: Topology, ports: Iterable[Port]) -> float:
-    """The least bandwidth of *ports*."""
-    return min(topology.bandwidth(port) for port in ports)
+    rate = min(topology.bandwidth(port) / fraction for port, fraction in asked.ports)
+    return asked.latency + asked.nbytes / rate

@@ -1,6 +1,6 @@
-"""Rough durations of nodes, for choosing an order before anything was measured.
+"""Durations of nodes, for choosing an order: rough ones before anything was measured, or those of given costs.
 
-Only ratios matter. Chunks: floating-point operations of their matrix products, plus the bytes that the other
+Only ratios matter. Roughly, chunks: floating-point operations of their matrix products, plus the bytes that the other
 calls touch; communication: latency plus bytes over bandwidth.
 """
 
@@ -11,6 +11,8 @@ from piper.ids import BodyId, NodeId, ValueId
 from piper.ir.body import Body, TensorSpec
 from piper.ir.dag import Chunk, Dag, Node
 from piper.ops.compute import Call as CallWork
+from piper.plan.costs import Costs
+from piper.plan.topology import alone_seconds, traffic
 from piper.plan.work import call_flops
 
 
@@ -40,6 +42,25 @@ def _seconds(
             return bodies[node.work.body]
         return rates.overhead + sum(sizes[v] for v in node.inputs) / rates.memory
     return rates.latency + sum(sizes[v] for v in node.outputs) / rates.link
+
+
+def costed_seconds(dag: Dag, bindings: Mapping[str, int], costs: Costs) -> dict[NodeId, float]:
+    """Seconds of every node by *costs*; communication as on idle links."""
+    sizes = {v.id: v.spec.nbytes(bindings) for v in dag.values.values()}
+    topology = costs.topology_for(1 + max(d for n in dag.nodes.values() for d in n.participants))
+
+    def seconds(node: Node) -> float:
+        if isinstance(node, Chunk):
+            if isinstance(node.work, CallWork):
+                return costs.chunk(dag, bindings, node)
+            return costs.local(node.work.kind, sum(sizes[v] for v in node.inputs))
+        if topology is None:
+            return 0.0
+        role = "send" if node.work.kind == "transfer" else node.work.kind
+        nbytes = sum(sizes[v] for v in node.outputs)
+        return alone_seconds(topology, traffic(topology, role, node.groups[0], nbytes))
+
+    return {node.id: seconds(node) for node in dag.nodes.values()}
 
 
 def body_seconds(body: Body, bindings: Mapping[str, int], rates: Rates) -> float:

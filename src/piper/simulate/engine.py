@@ -14,7 +14,7 @@ links like them.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -33,13 +33,13 @@ NOTHING = -1
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A message or collective under way: after ``latency`` seconds, ``nbytes`` through each of ``ports``. A port's number beside it says how
-    many flows like this one are in it (more than one only in a folded plan).
+    """A message or collective under way: after ``latency`` seconds, ``nbytes`` through ``ports``. Beside each port stands how many flows like
+    this one are in it (not 1 only in a folded plan), and the fraction of the bytes that goes through it.
     """
 
     latency: float
     nbytes: float = 0.0
-    ports: tuple[tuple[Port, float], ...] = ()
+    ports: tuple[tuple[Port, float, float], ...] = ()
 
 
 class Timing(Protocol):
@@ -104,7 +104,7 @@ class _Meeting:
     rate: float = 0.0
     since: float = 0.0
     version: int = 0
-    ports: tuple[tuple[int, float], ...] = ()
+    ports: tuple[tuple[int, float, float], ...] = ()
 
 
 class _Engine:
@@ -235,18 +235,20 @@ class _Engine:
         for after in self.gated[place]:
             self._open(after, place, now)
         if self.blocks and self.result.meeting[place] == NOTHING:
-            self._host_next(place, now)
+            self._host_next(place, place, now)
 
     def _issued(self, place: Place, _version: int, now: float) -> None:
         """Communication is issued."""
+        began_after = self.result.cause[place]
         self._open(place, NOTHING, now)
         if self.blocks:
-            self._host_next(place, now)
+            self._host_next(place, began_after, now)
 
-    def _host_next(self, place: Place, now: float) -> None:
+    def _host_next(self, place: Place, source: Place, now: float) -> None:
+        """The host is done with *place*, and comes to the next instruction because of *source*."""
         following = place + 1
         if following < self.result.offsets[self.result.device[place] + 1]:
-            self._release(following, place, now)
+            self._release(following, source, now)
 
     def _release(self, place: Place, source: Place, now: float) -> None:
         self.pending[place] -= 1
@@ -279,7 +281,7 @@ class _Engine:
         members = [(result.device[p], result.instructions[p]) for p in meeting.places]
         flow = self.timing.flow(members)
         meeting.left = flow.nbytes
-        meeting.ports = tuple((self._port(port), share) for port, share in flow.ports)
+        meeting.ports = tuple((self._port(p), share, part) for p, share, part in flow.ports)
         for place in meeting.places:
             result.start[place] = now
         self._push(now + flow.latency, _FLOWING, number)
@@ -298,7 +300,7 @@ class _Engine:
             self._complete(meeting, now)
             return
         meeting.since = now
-        for port, share in meeting.ports:
+        for port, share, _ in meeting.ports:
             self.port_users[port][number] = share
         self._share_out(meeting, now)
 
@@ -307,20 +309,19 @@ class _Engine:
         meeting = self.meetings[number]
         if meeting.version != version:
             return
-        for port, _ in meeting.ports:
+        for port, _, _ in meeting.ports:
             del self.port_users[port][number]
         self._share_out(meeting, now)
         self._complete(meeting, now)
 
     def _share_out(self, changed: _Meeting, now: float) -> None:
         """Give everything that shares a port with *changed* its new rate."""
-        shares = {port: sum(self.port_users[port].values()) for port, _ in changed.ports}
-        affected = dict.fromkeys(n for port in shares for n in self.port_users[port])
+        affected = dict.fromkeys(n for port, _, _ in changed.ports for n in self.port_users[port])
         for number in affected:
             meeting = self.meetings[number]
             rate = min(
-                self.port_bandwidth[port] / sum(self.port_users[port].values())
-                for port, _ in meeting.ports
+                self.port_bandwidth[port] / (sum(self.port_users[port].values()) * part)
+                for port, _, part in meeting.ports
             )
             if rate == meeting.rate:
                 continue
