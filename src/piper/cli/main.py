@@ -142,7 +142,9 @@ def simulate(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Machines (default: as many as needed).")
     ] = None,
-    devices_per_node: Annotated[int | None, typer.Option(min=1, help="Devices per machine.")] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices per machine.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Lines of the critical path.")] = 8,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")
@@ -168,16 +170,13 @@ def profile(
         Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write the profile.")
     ] = Path("profile.json"),
     repeats: Annotated[int, typer.Option(min=1, help="Times that each chunk is run.")] = 10,
-    links: Annotated[
-        bool, typer.Option("--links/--no-links", help="Measure messages between processes too.")
-    ] = True,
     traceback: Traceback = False,
 ) -> None:
     """Measure how long the strategy's chunks and messages take on this machine, for `piper simulate --profile`."""
     with _reporting(traceback):
         from piper.cli.profile import profile as run
 
-        run(config, Console(), output, repeats=repeats, links=links)
+        run(config, Console(), output, repeats=repeats)
 
 
 @app.command()
@@ -185,7 +184,8 @@ def explain(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="WHAT", help='A node (17, or "F PP=1 MB=0"), a device ("device 1"), a step ("1#17").'
+            metavar="WHAT",
+            help='A node (17, or "F PP=1 MB=0"), a device ("device 1"), a step ("1#17").',
         ),
     ],
     config: ConfigPath,
