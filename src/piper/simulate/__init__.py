@@ -35,6 +35,9 @@ def simulate(
     (``"H100"``), or a :class:`~piper.plan.profile.Profile`. *optimizer_bytes* and *frame_bytes* are those of
     :func:`~piper.simulate.memory.account`.
 
+    Of a folded plan, the links are those of the devices that have a program: the times are the whole plan's where replicas are connected
+    alike, as they are when groups of replicas fill whole nodes.
+
     Raises :class:`~piper.errors.ConfigError` for an unknown preset, too few devices, or a chunk that was not measured;
     :class:`~piper.errors.PlanError` for a plan that never ends.
     """
@@ -96,13 +99,17 @@ class _Timing:
                 asked.latency, asked.nbytes, tuple((p, 1.0, part) for p, part in asked.ports)
             )
         shares = self._shares(instruction.node)
-        ports = tuple((p, shares[p], part) for p, part in asked.ports if p in self._near)
+        ports = tuple((p, shares.get(p, 1.0), part) for p, part in asked.ports if p in self._near)
         return Flow(asked.latency, asked.nbytes, ports)
 
     def _shares(self, node: NodeId) -> dict[Port, float]:
-        """Of a folded plan: how many of a node's groups go through each port, for each of those that have a program."""
+        """Of a folded plan: how many of a node's groups go through each port, for each of those that have a program; ports that are not
+        listed have one.
+        """
         assert self.topology is not None
         groups: tuple[tuple[DeviceId, ...], ...] = self.plan.dag.nodes[node].groups  # type: ignore[union-attr]  # a communication
+        if len(groups) == 1:
+            return {}
         if (known := self._crossings.get(id(groups))) is None:
             everyone: dict[Port, int] = {}
             represented: dict[Port, int] = {}

@@ -250,11 +250,11 @@ class _Symbolic:
     ) -> Sequence[Total | None]:
         if total is None:
             return [None] * len(devices)
-        shards = [self.slice_on(device, total.name) for device in devices]
         renamings = [partial(roles.moved, to=device) for device in devices]
         images = self.origins.images(total, renamings)
         if total.shard == WHOLE:
             return images
+        shards = [self.slice_on(device, total.name) for device in devices]
         return [replace(image, shard=shard) for image, shard in zip(images, shards, strict=True)]
 
     def refresh(self, places: Sequence[Place]) -> Iterator[str]:
@@ -426,8 +426,10 @@ def _reduce_scatter(given: _Columns) -> _Columns | None:
     sums = _sums(given)
     if sums is None or any(total is None or total.shard != WHOLE for total in sums):
         return None
+    mine = [total for total in sums if total is not None]
     return [
-        [replace(total, shard=i) for total in sums if total is not None] for i in range(len(given))
+        [Total(total.name, total.counts, total.history, i, total.final) for total in mine]
+        for i in range(len(given))
     ]
 
 
