@@ -11,15 +11,16 @@ from piper.simulate.timeline import Critical, Timeline
 
 
 def critical_path(plan: Plan, run: Run) -> tuple[Critical, ...]:
-    """The chain that ends with the last instruction, first to last; instructions that take no time are left out."""
+    """The chain that ends with the last instruction, first to last; waits and frees are left out."""
     if not run.end:
         return ()
     place = max(range(len(run.end)), key=lambda p: (run.end[p], -p))
     links: list[Critical] = []
     for step in _back(run, place):
-        if run.end[step] <= run.start[step]:
-            continue
         instruction, device = run.instructions[step], run.device[step]
+        works = instruction.reads() or instruction.writes()
+        if not works or run.end[step] <= run.start[step]:
+            continue
         links.append(
             Critical(
                 device=device,
