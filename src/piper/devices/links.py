@@ -53,7 +53,7 @@ def between_processes() -> LinkTimes:
     command = [sys.executable, "-m", "piper.devices.links", str(store.port)]
     with subprocess.Popen(command) as peer:  # noqa: S603 (ourselves)
         try:
-            return _measure(_gloo(0, store))
+            return measure_link(_gloo(0, store))
         except Exception as error:
             raise RunError(f"messages between processes could not be measured: {error}") from error
         finally:
@@ -64,25 +64,27 @@ def between_threads() -> LinkTimes:
     """In memory, as the in-process backend's workers."""
     hub = Hub(timeout=_LIMIT)
     other = threading.Thread(
-        target=lambda: _answer(hub.communicator("links", _MEMBERS, _MEMBERS[1])), daemon=True
+        target=lambda: answer_link(hub.communicator("links", _MEMBERS, _MEMBERS[1])), daemon=True
     )
     other.start()
-    found = _measure(hub.communicator("links", _MEMBERS, _MEMBERS[0]))
+    found = measure_link(hub.communicator("links", _MEMBERS, _MEMBERS[0]))
     other.join()
     return found
 
 
-def _measure(communicator: Communicator) -> LinkTimes:
+def measure_link(communicator: Communicator, rounds: int = ROUNDS) -> LinkTimes:
+    """The times of messages to the other of *communicator*'s two members, which is to :func:`answer_link`."""
+    peer = 1 - communicator.rank
     issue: dict[int, float] = {}
     travel: dict[int, float] = {}
     for size in (SMALL, LARGE):
         message = Message((size,), DType.UINT8)
         data = torch.zeros(size, dtype=torch.uint8)
         issued, round_trip = float("inf"), float("inf")
-        for _ in range(ROUNDS):
-            _, handle = communicator.receive(message, 1)
+        for _ in range(rounds):
+            _, handle = communicator.receive(message, peer)
             began = time.perf_counter()
-            sent = communicator.send(data, 1)
+            sent = communicator.send(data, peer)
             issued = min(issued, time.perf_counter() - began)
             handle.wait()
             round_trip = min(round_trip, time.perf_counter() - began)
@@ -91,14 +93,15 @@ def _measure(communicator: Communicator) -> LinkTimes:
     return LinkTimes(issue, travel)
 
 
-def _answer(communicator: Communicator) -> None:
+def answer_link(communicator: Communicator, rounds: int = ROUNDS) -> None:
     """Send back what comes."""
+    peer = 1 - communicator.rank
     for size in (SMALL, LARGE):
         message = Message((size,), DType.UINT8)
-        for _ in range(ROUNDS):
-            tensor, handle = communicator.receive(message, 0)
+        for _ in range(rounds):
+            tensor, handle = communicator.receive(message, peer)
             handle.wait()
-            communicator.send(tensor, 0).wait()
+            communicator.send(tensor, peer).wait()
 
 
 def _gloo(rank: int, store: TCPStore) -> GlooCommunicator:
@@ -111,4 +114,4 @@ def _limit() -> timedelta:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    _answer(_gloo(1, TCPStore(HOST, int(sys.argv[1]), is_master=False, timeout=_limit())))
+    answer_link(_gloo(1, TCPStore(HOST, int(sys.argv[1]), is_master=False, timeout=_limit())))

@@ -43,31 +43,49 @@ def measure_profile(
     """The profile of *plan* on a CPU of this machine, with torch's present number of threads. *on_chunk* is called with the label of each
     chunk before it is measured.
     """
+    chunks: dict[str, float] = {}
+    with torch.no_grad():
+        for name, label in chunk_labels(plan).items():
+            on_chunk(label)
+            seconds = chunk_seconds(plan.dag.bodies[name], plan.bindings, repeats)
+            chunks[chunk_key(name, plan.bindings)] = seconds
+    return make_profile(chunks, local_rates(plan, optimizer, links, repeats), links)
+
+
+def chunk_labels(plan: Plan) -> dict[BodyId, str]:
+    """The bodies that *plan* runs, each with the label of a chunk that calls it."""
     labels: dict[BodyId, str] = {}
     for mine in plan.devices:
         for instruction in mine.instructions:
             if isinstance(instruction, Compute):
-                node = plan.dag.nodes[instruction.node]
-                labels.setdefault(instruction.body, node.label)
-    chunks: dict[str, float] = {}
-    with torch.no_grad():
-        for name, label in labels.items():
-            on_chunk(label)
-            seconds = chunk_seconds(plan.dag.bodies[name], plan.bindings, repeats)
-            chunks[chunk_key(name, plan.bindings)] = seconds
-        rates = {
-            "*": _rate(lambda n: _copying(n, repeats)),
-            "accumulate": _rate(lambda n: _adding(n, repeats)),
-            "send": _line(links.issue[SMALL], links.issue[LARGE], SMALL, LARGE),
-        }
-        if optimizer is not None:
-            rates["optimizer_step"] = _update_rate(plan, optimizer, repeats)
-    threads = torch.get_num_threads()
+                labels.setdefault(instruction.body, plan.dag.nodes[instruction.node].label)
+    return labels
+
+
+def local_rates(
+    plan: Plan, optimizer: OptimizerSpec | None, links: LinkTimes, repeats: int
+) -> dict[str, Rate]:
+    """The times of instructions that are no chunks."""
+    rates = {
+        "*": _rate(lambda n: _copying(n, repeats)),
+        "accumulate": _rate(lambda n: _adding(n, repeats)),
+        "send": _line(links.issue[SMALL], links.issue[LARGE], SMALL, LARGE),
+    }
+    if optimizer is not None:
+        rates["optimizer_step"] = _update_rate(plan, optimizer, repeats)
+    return rates
+
+
+def make_profile(
+    chunks: Mapping[str, float], rates: Mapping[str, Rate], links: LinkTimes
+) -> Profile:
+    """A profile of this machine."""
+    where = f"{platform.node()}, {platform.processor() or platform.machine()}"
     return Profile(
         version=VERSION,
-        machine=f"{platform.node()}, {platform.processor() or platform.machine()}, {threads} threads, torch {torch.__version__}",
-        chunks=chunks,
-        rates=rates,
+        machine=f"{where}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        chunks=dict(chunks),
+        rates=dict(rates),
         launch=LAUNCH,
         latency=links.latency,
         bandwidth=links.bandwidth,
