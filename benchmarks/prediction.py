@@ -1,7 +1,7 @@
 """Predicted against measured step time: how good is ``piper simulate --profile``?
 
 Two processes, each pinned to a core, as under Ray: pipelines under several schedules and data parallelism at several ZeRO levels, over
-the loopback device and over a limited link. In every round both processes measure all chunks by themselves and messages between
+the loopback device and over a limited link. In every round both processes run their devices' programs by themselves and time messages between
 them, then every configuration runs. The least of all rounds goes into the profile, from which the step times are predicted,
 and is what these are compared with; the median of the rounds beside it says how noisy the machine is.
 
@@ -44,8 +44,8 @@ from piper.devices.gloo import GlooCommunicator
 from piper.devices.links import LinkTimes, answer_link, measure_link
 from piper.ids import DeviceId
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
-from piper.plan.profile import Profile, chunk_key
-from piper.runtime.profiling import chunk_labels, chunk_seconds, local_rates, make_profile
+from piper.plan.profile import Profile
+from piper.runtime.profiling import Measured, Replay
 from piper.runtime.state import OptimizerSpec
 from piper.simulate import simulate
 
@@ -118,23 +118,6 @@ def batch(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-class Chunks:
-    """The least time of each chunk of some programs, over rounds."""
-
-    def __init__(self, programs: Sequence[Program]) -> None:
-        self._bodies = {
-            chunk_key(name, p.plan.bindings): (p.plan.dag.bodies[name], p.plan.bindings)
-            for p in programs
-            for name in chunk_labels(p.plan)
-        }
-        self.least = dict.fromkeys(self._bodies, float("inf"))
-
-    def measure(self) -> None:
-        with torch.no_grad():
-            for key, (body, bindings) in self._bodies.items():
-                self.least[key] = min(self.least[key], chunk_seconds(body, bindings, 1))
-
-
 def work(rank: int, setup: Setup) -> None:
     """One process. Rank 0 prints what was found as JSON."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
@@ -153,13 +136,16 @@ def work(rank: int, setup: Setup) -> None:
         backend.start(RANKS)
         backend.load("train", program.plan, program.signature, program.constants)
         backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
-    chunks = Chunks([program for program, _ in made.values()])
+    measured = Measured()
+    spec = OptimizerSpec(build_optimizer)
+    replays = [Replay(p.plan, everyone[rank], spec) for p, _ in made.values()]
     links: list[LinkTimes] = []
     seconds: dict[str, list[float]] = {name: [] for name in made}
     data = batch(setup)
     for turn in range(WARM_UP + setup.rounds):
         dist.barrier()
-        chunks.measure()
+        for replay in replays:
+            measured.add(replay)
         dist.barrier()
         if rank == 0:
             links.append(measure_link(pair, LINK_ROUNDS))
@@ -172,11 +158,13 @@ def work(rank: int, setup: Setup) -> None:
             dist.barrier()
             if turn >= WARM_UP:
                 seconds[name].append((time.perf_counter() - began) / setup.steps)
+    others: list[dict[str, float]] = [{}, {}]
+    dist.all_gather_object(others, measured.chunks)
     if rank == 0:
         best = LinkTimes(_least([x.issue for x in links]), _least([x.travel for x in links]))
-        some = made[CASES[0].name][0].plan
-        rates = local_rates(some, OptimizerSpec(build_optimizer), best, 10)
-        profile = make_profile(chunks.least, rates, best)
+        profile = measured.profile(best)
+        # Rank 1 knows the chunks of its own stages.
+        profile = msgspec.structs.replace(profile, chunks=others[1] | others[0])
         print(msgspec.json.encode(Found(seconds, profile)).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -169,7 +169,7 @@ def profile(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write the profile.")
     ] = Path("profile.json"),
-    repeats: Annotated[int, typer.Option(min=1, help="Times that each chunk is run.")] = 10,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps that each device runs by itself.")] = 5,
     traceback: Traceback = False,
 ) -> None:
     """Measure how long the strategy's chunks and messages take on this machine, for `piper simulate --profile`."""

@@ -16,7 +16,9 @@ from piper.training.model import make_skeleton
 
 
 def profile(path: Path, console: Console, output: Path, *, repeats: int) -> None:
-    """Write the profile of the configuration at *path* to *output*. Each chunk runs with as many threads as one worker will have."""
+    """Write the profile of the configuration at *path* to *output*. Each device runs by itself, with as many
+    threads as one worker will have.
+    """
     config = load_config(path)
     plan = make_program(config, make_skeleton(config)).plan
     before = torch.get_num_threads()
@@ -29,7 +31,7 @@ def profile(path: Path, console: Console, output: Path, *, repeats: int) -> None
                 OptimizerSpec(config.optimizer.build),
                 links,
                 repeats=repeats,
-                on_chunk=lambda label: status.update(f"measuring {label}"),
+                on_device=lambda device: status.update(f"running device {device} by itself"),
             )
     finally:
         torch.set_num_threads(before)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from piper.dtypes import DType
 from piper.ir.body import Body, Call, Ref, TensorSpec, call_refs
+from piper.ops.base import Instruction
+from piper.plan.model import DevicePlan
 from piper.plan.storages import GETITEM, VIEWS
 
 
@@ -85,3 +87,9 @@ def call_flops(
         assert first is not None
         return 4.0 * first.numel(bindings) * math.prod(operands[2].sizes(bindings)[1:])
     return 0.0
+
+
+def touched_bytes(mine: DevicePlan, instruction: Instruction) -> int:
+    """Bytes of what an instruction of a device reads and writes."""
+    slots = mine.slots
+    return sum(slots[s].message.nbytes for s in (*instruction.reads(), *instruction.writes()))

@@ -14,7 +14,8 @@ from piper.pausing import collector_paused
 from piper.plan.costs import Costs, UnitCosts, hardware
 from piper.plan.model import Plan
 from piper.plan.topology import Port, Topology, Traffic, traffic
-from piper.simulate.build import build_timeline, meeting_bytes, touched
+from piper.plan.work import touched_bytes
+from piper.simulate.build import build_timeline, meeting_bytes
 from piper.simulate.engine import Flow, run
 from piper.simulate.memory import OptimizerBytes, account
 from piper.simulate.timeline import Timeline
@@ -81,7 +82,7 @@ class _Timing:
                 seconds = self.costs.chunk(self.plan.dag, self.plan.bindings, chunk)  # type: ignore[arg-type]
                 self._chunks[node] = seconds
             return seconds
-        nbytes = touched(self.plan.devices[device], instruction)
+        nbytes = touched_bytes(self.plan.devices[device], instruction)
         return self.costs.local(instruction.op, nbytes) if nbytes else 0.0
 
     def flow(self, members: Sequence[tuple[DeviceId, Instruction]]) -> Flow:

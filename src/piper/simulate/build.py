@@ -7,7 +7,7 @@ from piper.ops.base import Instruction, Rendezvous
 from piper.ops.compute import Compute
 from piper.plan.memory import DeviceMemory
 from piper.plan.model import DevicePlan, Plan
-from piper.plan.work import body_work
+from piper.plan.work import body_work, touched_bytes
 from piper.simulate.critical import critical_path, waited_on
 from piper.simulate.describe import describe
 from piper.simulate.engine import NOTHING, Run
@@ -44,12 +44,6 @@ def build_timeline(
 def meeting_bytes(meeting: Rendezvous) -> int:
     """Bytes of what crosses."""
     return sum(message.nbytes for message in meeting.messages)
-
-
-def touched(mine: DevicePlan, instruction: Instruction) -> int:
-    """Bytes of what an instruction reads and writes."""
-    slots = mine.slots
-    return sum(slots[s].message.nbytes for s in (*instruction.reads(), *instruction.writes()))
 
 
 class _Builder:
@@ -126,7 +120,7 @@ class _Builder:
         elif meeting is not None:
             nbytes = meeting_bytes(meeting)
         else:
-            nbytes = touched(self.plan.devices[device], instruction)
+            nbytes = touched_bytes(self.plan.devices[device], instruction)
         number = self.run.meeting[place]
         return Box(
             position=position,
