@@ -16,6 +16,7 @@ from piper.api.rows import Rows
 from piper.backends.base import Backend, StepResult
 from piper.errors import BatchError, StateError, nearest
 from piper.ir.dag import Dag, GradientUse, LossKind
+from piper.plan.account import account
 from piper.runtime.batch import Batch, Data
 from piper.runtime.compiled import Compilation
 from piper.runtime.elementwise import check_optimizer
@@ -26,6 +27,8 @@ from piper.runtime.state import (
     from_user_names,
     to_user_names,
 )
+from piper.simulate.measured import measured_timeline
+from piper.simulate.timeline import Timeline
 
 BATCHES_PER_CALL = 16
 """Batches of an iterable that are shipped to the workers at once."""
@@ -147,6 +150,42 @@ class Trainer:
             if on_steps is not None:
                 on_steps(done)
         return results
+
+    def profile(
+        self, inputs: object, targets: object, *, steps: int = 5, ranges: bool = False
+    ) -> Timeline:
+        """*steps* training steps on the global batch ``(inputs, targets)``, which train like any other (a scaled loss keeps its scale
+        meanwhile); when every instruction of the quickest one ran, on which device. Memory is what the plan says. *ranges*: chunks and messages are ranges of
+        :mod:`torch.profiler`, named by their nodes.
+
+        Raises what :meth:`step` raises.
+        """
+        if steps < 1:
+            raise BatchError(f"steps is at least 1, found {steps}")
+        batch = (inputs, targets)
+        if self._kept_steps:
+            raise StateError("gradients are kept from step(update=False); update before profiling")
+        self._train = program = self._programs.training(batch)
+        self._load(program)
+        with self._closing_on_error():
+            found = self._backend.profile(
+                program.key,
+                [batch] * steps,
+                first_step=self._step,
+                seed=_seed_of_call(self._seed, 0),
+                loss_scale=self._scale(),
+                ranges=ranges,
+            )
+        for result in found.steps:
+            self._advance(result, tokens=0)
+        quickest = min(range(steps), key=lambda i: found.steps[i].seconds)
+        return measured_timeline(
+            program.plan,
+            found.spans[quickest],
+            account(program.plan),
+            host_blocks=True,
+            clock_error=found.clock_error,
+        )
 
     def evaluate(self, inputs: object, targets: object) -> TrainResult:
         """The loss of the batch in evaluation mode, without any update; any batch size.

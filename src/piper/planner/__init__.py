@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace as replace_struct
 
 from piper.errors import CaptureError, PlacementError, SplitError
-from piper.ids import DeviceId
+from piper.ids import DeviceId, NodeId
 from piper.ir.check import check_dag, unplaced
 from piper.ir.dag import Chunk, Dag, LossKind
 from piper.ir.derive import derive
@@ -19,10 +19,12 @@ from piper.ir.select import Selector
 from piper.ir.symbols import evaluate
 from piper.pausing import collector_paused
 from piper.plan.account import OptimizerBytes
+from piper.plan.costs import Costs
 from piper.plan.model import Plan
+from piper.plan.roles import Roles, find_roles
 from piper.planner.budget import Bounds, Limits, Size, plan_within, to_bytes
 from piper.planner.cut import Cutter
-from piper.planner.estimate import Rates, node_seconds
+from piper.planner.estimate import Rates, costed_seconds, node_seconds
 from piper.planner.gathers import share_gathers
 from piper.planner.streams import total_order
 
@@ -37,6 +39,8 @@ def plan(
     gather_bytes: Size | None = None,
     fetch_bytes: Size | None = None,
     reduce_bytes: Size | None = None,
+    costs: Costs | None = None,
+    fold: bool = False,
 ) -> Plan:
     """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
 
@@ -50,6 +54,9 @@ def plan(
     ``memory_budget`` bounds every device's planned peak (see :mod:`piper.plan.memory` for what counts). Of these bounds, those that are
     not given are then lowered as far as it takes, and no further. The optimizer's state is part of the peak if
     ``optimizer_bytes`` says how large it is; ``frame_bytes`` says what carries a message (both as in :func:`piper.plan.account.account`).
+
+    What the strategy leaves open is ordered by *costs*, for instance a measured :class:`~piper.plan.profile.Profile`; without them by rough
+    estimates. *fold*: devices that play the same role are planned once (see :mod:`piper.plan.roles`).
 
     A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region that nobody placed, a
     group that nobody replicates, groups of unequal sizes or a device number left out, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a microbatch size
@@ -66,16 +73,17 @@ def plan(
     budget, *bounds = (
         None if size is None else to_bytes(size, name) for name, size in sizes.items()
     )
-    return plan_with(dag, Limits(budget, Bounds(*bounds), optimizer_bytes, frame_bytes))
+    limits = Limits(budget, Bounds(*bounds), optimizer_bytes, frame_bytes)
+    return plan_with(dag, limits, costs, fold=fold)
 
 
-def plan_with(dag: Dag, limits: Limits) -> Plan:
+def plan_with(dag: Dag, limits: Limits, costs: Costs | None = None, *, fold: bool = False) -> Plan:
     """:func:`plan`, with what is said about memory in one piece."""
     with collector_paused():
-        return _plan(dag, limits)
+        return _plan(dag, limits, costs, fold=fold)
 
 
-def _plan(dag: Dag, limits: Limits) -> Plan:
+def _plan(dag: Dag, limits: Limits, costs: Costs | None, *, fold: bool) -> Plan:
     dag = _placed(dag)
     _check_claimed(dag)
     _check_sizes(dag)
@@ -83,19 +91,23 @@ def _plan(dag: Dag, limits: Limits) -> Plan:
     size = microbatch_size(dag)
     bindings = {} if dag.batch_symbol is None else {dag.batch_symbol: size}
     _check_guards(dag, size)
-    seconds = node_seconds(dag, bindings, Rates())
+    seconds = _seconds(dag, bindings, costs)
     order = total_order(dag, seconds)
     dag = share_gathers(dag, order)
     order = [node for node in order if node in dag.nodes]
+    roles = find_roles(dag, num_devices) if fold else Roles(())
+    represented = frozenset(role[0] for role in roles.roles) if roles.folded else None
 
     def cut(bounds: Bounds) -> tuple[Plan, Bounds]:
-        cutter = Cutter(dag, order, bindings, num_devices, seconds, bounds)
-        return _assembled(dag, bindings, size, cutter), cutter.bounds
+        cutter = Cutter(dag, order, bindings, num_devices, seconds, bounds, represented)
+        return _assembled(dag, bindings, size, cutter, roles), cutter.bounds
 
     return plan_within(limits, cut)
 
 
-def _assembled(dag: Dag, bindings: Mapping[str, int], size: int, cutter: Cutter) -> Plan:
+def _assembled(
+    dag: Dag, bindings: Mapping[str, int], size: int, cutter: Cutter, roles: Roles
+) -> Plan:
     devices, communicators = cutter.cut()
     weighted = dag.loss_kind is LossKind.WEIGHTED
     replicas, microbatches = dag.num_replicas, dag.num_microbatches
@@ -109,7 +121,14 @@ def _assembled(dag: Dag, bindings: Mapping[str, int], size: int, cutter: Cutter)
         seed_value=1.0 if weighted else 1.0 / (replicas * microbatches),
         communicators=communicators,
         devices=devices,
+        roles=roles.roles if roles.folded else (),
     )
+
+
+def _seconds(dag: Dag, bindings: Mapping[str, int], costs: Costs | None) -> Mapping[NodeId, float]:
+    if costs is None:
+        return node_seconds(dag, bindings, Rates())
+    return costed_seconds(dag, bindings, costs)
 
 
 def violated_guard(dag: Dag, size: int) -> str | None:

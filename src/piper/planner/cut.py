@@ -18,6 +18,7 @@ from piper.planner.budget import RECEIVE_BYTES, REDUCE_BYTES, Bounds
 from piper.planner.early import Early
 from piper.planner.flights import Flights
 from piper.planner.program import Program
+from piper.planner.represented import Represented
 from piper.planner.sums import Ownership, PartialSums, sums_of
 
 FETCH_LEAD = 4.0
@@ -29,7 +30,8 @@ class Cutter:
 
     ``bounds`` are on what is received, gathered and fetched before it is needed, and on what other collectives are given that are in
     flight, per device (``None``: as much as one chunk needs at most, for receives and collectives
-    :data:`~piper.planner.budget.RECEIVE_BYTES` and ``REDUCE_BYTES``). ``seconds`` are estimated durations.
+    :data:`~piper.planner.budget.RECEIVE_BYTES` and ``REDUCE_BYTES``). ``seconds`` are estimated durations. Only *represented* devices get
+    a program (``None``: all); no device's program depends on another's.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Cutter:
         num_devices: int,
         seconds: Mapping[NodeId, float],
         bounds: Bounds,
+        represented: frozenset[DeviceId] | None = None,
     ) -> None:
         self.dag, self.order = dag, order
+        self.represented = Represented(represented)
         self.messages = {
             v.id: Message(v.spec.sizes(bindings), v.spec.dtype) for v in dag.values.values()
         }
@@ -53,7 +57,7 @@ class Cutter:
         }
         self.leaves = {leaf.name: leaf.index for leaf in dag.batch}
         self.communicators: dict[CommunicatorId, CommunicatorInfo] = {}
-        uses = _uses(dag, self.reports, num_devices)
+        uses = _uses(dag, self.reports, num_devices, self.represented)
         self.programs = [Program(DeviceId(d), uses[d]) for d in range(num_devices)]
         totals = sums_of(dag)
         owned = Ownership(dag)
@@ -72,8 +76,9 @@ class Cutter:
 
     def cut(self) -> tuple[tuple[DevicePlan, ...], tuple[CommunicatorInfo, ...]]:
         """The device plans and the communicators that they use."""
-        for device in range(len(self.programs)):
-            self._advance(DeviceId(device))
+        everyone = tuple(program.device for program in self.programs)
+        for _, device in self.represented.members(everyone):
+            self._advance(device)
         for node in self.order:
             match self.dag.nodes[node]:
                 case Chunk() as chunk:
@@ -92,7 +97,7 @@ class Cutter:
     # --- chunks -----------------------------------------------------------------------------------
 
     def _chunk(self, chunk: Chunk) -> None:
-        for position, device in enumerate(chunk.participants):
+        for position, device in self.represented.members(chunk.participants):
             program = self.programs[device]
             match chunk.work:
                 case Call():
@@ -299,7 +304,7 @@ class Cutter:
         comm = self.dag.nodes[fetch]
         assert isinstance(comm, Comm)
         nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
-        for (device,) in comm.groups:
+        for device in (d for (d,) in comm.groups if self.represented.members((d,))):
             latest = ends[device][-1] - FETCH_LEAD * seconds[fetch]
             # At least one chunk ahead: between two chunks nothing can be hidden.
             since = min(bisect_right(ends[device], latest) - 1, len(ends[device]) - 2)
@@ -315,8 +320,8 @@ class Cutter:
             )
 
     def _expect_receives(self, comm: Comm) -> None:
-        for group in comm.groups:
-            for position, device in enumerate(group):
+        for group, members in self.represented.groups(comm.groups):
+            for position, device in members:
                 if not comm.work.consumes(position):
                     nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
                     self.receives[device].expect(comm, group, position, nbytes, self._site)
@@ -325,8 +330,8 @@ class Cutter:
         comm = self.dag.nodes[gather]
         assert isinstance(comm, Comm)
         nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
-        for group in comm.groups:
-            for position, device in enumerate(group):
+        for group, members in self.represented.groups(comm.groups):
+            for position, device in members:
                 self.gathers[device].expect(comm, group, position, nbytes, self._site, chunk=chunk)
 
     def _advance(self, device: DeviceId) -> None:
@@ -340,8 +345,8 @@ class Cutter:
         self.fetches[device].advance(program, chunks)
 
     def _comm(self, comm: Comm) -> None:
-        for group in comm.groups:
-            for position, device in enumerate(group):
+        for group, members in self.represented.groups(comm.groups):
+            for position, device in members:
                 program = self.programs[device]
                 if not comm.work.consumes(position):
                     self.receives[device].require(comm.id, program)
@@ -412,17 +417,19 @@ def _reports(dag: Dag) -> dict[ValueId, tuple[str, int]]:
     return reports
 
 
-def _uses(dag: Dag, reports: Container[ValueId], num_devices: int) -> list[dict[ValueId, int]]:
+def _uses(
+    dag: Dag, reports: Container[ValueId], num_devices: int, represented: Represented
+) -> list[dict[ValueId, int]]:
     """How often each value is read on each device."""
     uses: list[dict[ValueId, int]] = [{} for _ in range(num_devices)]
     for node in dag.nodes.values():
         if isinstance(node, Chunk):
-            for device in node.participants:
+            for _, device in represented.members(node.participants):
                 _count(uses[device], node.inputs)
                 _count(uses[device], [v for v in node.outputs if v in reports])
             continue
-        for group in node.groups:
-            for position, device in enumerate(group):
+        for _, members in represented.groups(node.groups):
+            for position, device in members:
                 if node.work.consumes(position):
                     _count(uses[device], node.inputs)
     if dag.grad_norm is not None:

@@ -29,6 +29,7 @@ from piper.plan.model import DevicePlan, Plan, SlotInfo
 from piper.runtime.code import ChunkCode, chunk_function
 from piper.runtime.compiled import Compilation, compiled_function
 from piper.runtime.context import Context
+from piper.runtime.record import Recorder
 from piper.runtime.state import ModelState
 from piper.runtime.warm_up import warm_up
 
@@ -97,6 +98,8 @@ class Program:
 
     *constants* are buffers that this plan alone has. *compilation* says whether chunks are compiled; they are when the
     program is made, which may raise :class:`CompileError`.
+    *constants* are buffers that this plan alone has. *recorded*: the closures note when they run, for :attr:`recorder`; *ranges*: they are
+    ranges of torch's profiler too.
 
     Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and
     instruction, with the original as its cause; :class:`CompileError` keeps its class, and :class:`CommunicationError` and
@@ -114,6 +117,8 @@ class Program:
         communicators: Mapping[CommunicatorId, Communicator],
         constants: Mapping[str, torch.Tensor],
         compilation: Compilation = Compilation.OFF,
+        recorded: bool = False,
+        ranges: bool = False,
     ) -> None:
         self._plan = plan
         self._mine = mine
@@ -139,7 +144,11 @@ class Program:
         self._transient = [n for n, i in enumerate(mine.slots) if i.role not in STATE]
         if compilation is not Compilation.OFF:
             warm_up(mine, slots, binding.code, device.torch_device)
-        self._steps = list(_bind(mine.instructions, binding))
+        self.recorder: Recorder | None = None
+        if recorded:
+            count = len(mine.instructions)
+            self.recorder = Recorder(device, count, self._range_name, ranges=ranges)
+        self._steps = list(_bind(mine.instructions, binding, self.recorder))
         self._closures = [step.run for step in self._steps]
 
     def run(self) -> None:
@@ -167,6 +176,10 @@ class Program:
         self._loss_scale = self._context.loss_scale
         for tensor, unscaled in self._scaled:
             tensor.fill_(unscaled * self._loss_scale)
+
+    def _range_name(self, instruction: Instruction) -> str:
+        node = self._plan.dag.nodes.get(instruction.node)
+        return instruction.op if node is None else f"{instruction.op} {node.label}"
 
     def _abandon(self) -> None:
         self._device.abandon()
@@ -252,7 +265,9 @@ def _nothing() -> None:
     """Only the event is of interest."""
 
 
-def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
+def _bind(
+    instructions: Sequence[Instruction], binding: Binding, recorder: Recorder | None = None
+) -> list[Step]:
     """The closures of *instructions*, with the waits that order work within one stream."""
     device = binding.device
     flying: dict[Stream, set[Slot]] = {}
@@ -270,6 +285,8 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
             if instruction.record is None:
                 continue
             launch = _nothing
+        elif recorder is not None and (instruction.reads() or instruction.writes()):
+            launch = recorder.around(number, instruction, launch)
         if instruction.asynchronous:
             written.update(instruction.writes())
         closure = device.on_stream(

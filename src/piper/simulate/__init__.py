@@ -1,1 +1,134 @@
-"""What a plan would do, without running it."""
+"""What a plan would do, without running it.
+
+``engine`` executes the plan in simulated time, ``memory`` follows its allocations, ``critical`` finds what its length is made of, ``timeline`` is
+the result as data.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from piper.ids import DeviceId, NodeId
+from piper.ops.base import Instruction
+from piper.ops.compute import Compute
+from piper.pausing import collector_paused
+from piper.plan.account import OptimizerBytes, account
+from piper.plan.costs import Costs, UnitCosts, hardware
+from piper.plan.model import Plan
+from piper.plan.topology import Port, Topology, Traffic, traffic
+from piper.plan.work import touched_bytes
+from piper.simulate.build import build_timeline, meeting_bytes
+from piper.simulate.engine import Flow, run
+from piper.simulate.timeline import Timeline
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    plan: Plan,
+    costs: Costs | str | None = None,
+    *,
+    optimizer_bytes: OptimizerBytes = 0,
+    frame_bytes: Callable[[int], int] = int,
+) -> Timeline:
+    """What *plan* would do, instruction by instruction. Deterministic.
+
+    *costs* are :class:`~piper.plan.costs.UnitCosts` (the default), a :class:`~piper.plan.costs.Hardware` or its preset's name
+    (``"H100"``), or a :class:`~piper.plan.profile.Profile`. *optimizer_bytes* and *frame_bytes* are those of
+    :func:`~piper.plan.account.account`.
+
+    Of a folded plan, the links are those of the devices that have a program: the times are the whole plan's where replicas are connected
+    alike, as they are when groups of replicas fill whole nodes.
+
+    Raises :class:`~piper.errors.ConfigError` for an unknown preset, too few devices, or a chunk that was not measured;
+    :class:`~piper.errors.PlanError` for a plan that never ends.
+    """
+    chosen = hardware(costs) if isinstance(costs, str) else costs or UnitCosts()
+    with collector_paused():
+        timing = _Timing(plan, chosen, chosen.topology_for(plan.num_devices))
+        found = run(plan, timing)
+        memory = account(plan, optimizer_bytes, frame_bytes=frame_bytes)
+        return build_timeline(plan, found, memory, peak=chosen.peak_flops)
+
+
+@dataclass
+class _Timing:
+    """Implements :class:`~piper.simulate.engine.Timing` with costs."""
+
+    plan: Plan
+    costs: Costs
+    topology: Topology | None
+    _chunks: dict[NodeId, float] = field(default_factory=dict)
+    _traffic: dict[tuple[str, tuple[DeviceId, ...], int], Traffic] = field(default_factory=dict)
+    _crossings: dict[int, dict[Port, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.host_blocks, self.launch = self.costs.host_blocks, self.costs.launch
+        self._present = {mine.device for mine in self.plan.devices if mine.instructions}
+        # Of a folded plan, the ports of devices without a program are loaded like those of the ones that stand for them.
+        self._near: set[Port] = set()
+        if self.topology is not None:
+            for device in self._present:
+                node, nic = self.topology.node(device), self.topology.nic(device)
+                self._near |= {("out", device, 0), ("in", device, 0)}
+                self._near |= {("nic out", node, nic), ("nic in", node, nic)}
+
+    def local(self, device: DeviceId, instruction: Instruction) -> float:
+        """Seconds of a chunk; of all else by the bytes that it reads and writes."""
+        if isinstance(instruction, Compute):
+            node = instruction.node
+            if (seconds := self._chunks.get(node)) is None:
+                chunk = self.plan.dag.nodes[node]
+                # Only chunks are computed: the verifier saw to it.
+                seconds = self.costs.chunk(self.plan.dag, self.plan.bindings, chunk)  # type: ignore[arg-type]
+                self._chunks[node] = seconds
+            return seconds
+        nbytes = touched_bytes(self.plan.devices[device], instruction)
+        return self.costs.local(instruction.op, nbytes) if nbytes else 0.0
+
+    def flow(self, members: Sequence[tuple[DeviceId, Instruction]]) -> Flow:
+        """By the topology."""
+        if self.topology is None:
+            return Flow(0.0)
+        instruction = members[0][1]
+        meeting = instruction.rendezvous()
+        assert meeting is not None
+        key = (meeting.role, meeting.members, meeting_bytes(meeting))
+        if (asked := self._traffic.get(key)) is None:
+            asked = self._traffic[key] = traffic(self.topology, *key)
+        if not self.plan.roles:
+            return Flow(
+                asked.latency, asked.nbytes, tuple((p, 1.0, part) for p, part in asked.ports)
+            )
+        shares = self._shares(instruction.node)
+        ports = tuple((p, shares.get(p, 1.0), part) for p, part in asked.ports if p in self._near)
+        return Flow(asked.latency, asked.nbytes, ports)
+
+    def _shares(self, node: NodeId) -> dict[Port, float]:
+        """Of a folded plan: how many of a node's groups go through each port, for each of those that have a program; ports that are not
+        listed have one.
+        """
+        assert self.topology is not None
+        groups: tuple[tuple[DeviceId, ...], ...] = self.plan.dag.nodes[node].groups  # type: ignore[union-attr]  # a communication
+        if len(groups) == 1:
+            return {}
+        if (known := self._crossings.get(id(groups))) is None:
+            everyone: dict[Port, int] = {}
+            represented: dict[Port, int] = {}
+            role = self.plan.dag.nodes[node].work.kind
+            for group in groups:
+                mine = not self._present.isdisjoint(group)
+                for port, _ in traffic(self.topology, _ROLES.get(role, role), group, 1.0).ports:
+                    everyone[port] = everyone.get(port, 0) + 1
+                    represented[port] = represented.get(port, 0) + mine
+            known = {p: everyone[p] / count for p, count in represented.items() if count}
+            self._crossings[id(groups)] = known
+        return known
+
+    def bandwidth(self, port: Port) -> float:
+        """Bytes per second."""
+        assert self.topology is not None
+        return self.topology.bandwidth(port)
+
+
+_ROLES = {"transfer": "send"}
+"""A node's kind → the role of its rendezvous, where they differ."""

@@ -1,0 +1,186 @@
+"""What every device does when, in one step: predicted by :func:`piper.simulate`, or measured by ``Trainer.profile``.
+
+Times are seconds from the start of the step. A :class:`Box` is one instruction on one stream that takes time (chunks,
+additions, updates, messages, collectives); waits and frees have none. Boxes of one stream do not overlap and stand in issue
+order, with one exception: measured communication is seen to end only when its device waits for it.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from piper.errors import PlanError
+from piper.ids import COMPUTE, DeviceId, NodeId, Stream
+
+VERSION = 1
+"""Format version of timeline files; a file of another version is refused."""
+
+
+class Source(StrEnum):
+    """Where the times come from."""
+
+    SIMULATED = "simulated"
+    MEASURED = "measured"
+
+
+class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """One instruction on one stream of one device.
+
+    ``position`` is its index in the device's program, ``node`` the DAG node that it comes from (-1: none), ``label`` the
+    node's text for people, ``op`` the instruction's registered name, ``pass_`` ``F``, ``B``, ``BI``, ``BW``, ``UPDATE`` or empty. ``tags``
+    are the region path and the split dimensions. ``microbatch`` is the number within the replica (``None``: belongs to none).
+    ``nbytes`` is what communication carries (one member's payload), or the memory that a chunk touches. ``waits_on`` lists the nodes
+    whose completion its start waited for last (several for a rendezvous); empty at the start of the step. ``meeting`` is the same text on all
+    members of one message or collective, and empty for local work.
+    """
+
+    position: int
+    node: NodeId
+    op: str
+    label: str
+    pass_: str
+    tags: tuple[tuple[str, int], ...]
+    microbatch: int | None
+    start: float
+    end: float
+    nbytes: int = 0
+    flops: float = 0.0
+    waits_on: tuple[NodeId, ...] = ()
+    critical: bool = False
+    meeting: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.start
+
+
+class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One stream of a device and its boxes in issue order."""
+
+    stream: Stream
+    boxes: tuple[Box, ...]
+
+
+class MemoryCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes that are alive: ``nbytes[category][i]`` from ``times[i]`` on. Empty where memory was not counted."""
+
+    times: tuple[float, ...] = ()
+    nbytes: dict[str, tuple[int, ...]] = {}
+
+
+class DeviceTimeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one device does.
+
+    ``stands_for`` lists all devices that do the same, itself first (see ``Plan.roles``). ``busy`` is the seconds in which the compute
+    stream runs something, ``bubble`` the share of the step in which it does not, ``exposed`` the seconds of this in which communication of
+    the device is in flight. ``peak`` is the most bytes alive at once, ``peak_by_category`` what they consist of.
+    """
+
+    device: DeviceId
+    stands_for: tuple[DeviceId, ...]
+    lanes: tuple[Lane, ...]
+    memory: MemoryCurve
+    busy: float
+    bubble: float
+    exposed: float
+    peak: int = 0
+    peak_by_category: dict[str, int] = {}
+
+    def boxes(self) -> Iterator[Box]:
+        """All boxes, stream by stream."""
+        for lane in self.lanes:
+            yield from lane.boxes
+
+
+class Critical(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """One link of the critical path: a box, by device and position, and when it runs."""
+
+    device: DeviceId
+    position: int
+    node: NodeId
+    label: str
+    op: str
+    start: float
+    end: float
+
+
+class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One training step. ``seconds`` is its length, ``splits`` the names of the tags that are split dimensions. ``flops`` counts the chunks'
+    floating-point operations on all devices, recomputation included, ``mfu`` is the share of the devices' peak that they use (``None`` if
+    no peak is known). ``critical_path`` is a longest chain of boxes each of which starts when the one before ends, first to last: shortening anything
+    else does not shorten the step.
+    """
+
+    version: int
+    source: Source
+    seconds: float
+    num_devices: int
+    splits: tuple[str, ...]
+    flops: float
+    mfu: float | None
+    devices: tuple[DeviceTimeline, ...]
+    critical_path: tuple[Critical, ...]
+    clock_error: float = 0.0
+
+    @property
+    def bubble(self) -> float:
+        """The mean share of the step in which a device's compute stream is idle."""
+        return sum(d.bubble * len(d.stands_for) for d in self.devices) / self.num_devices
+
+    @property
+    def exposed(self) -> float:
+        """The mean seconds in which communication of a device is in flight and nothing is computed there."""
+        return sum(d.exposed * len(d.stands_for) for d in self.devices) / self.num_devices
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON."""
+        Path(path).write_bytes(msgspec.json.encode(self))
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """The timeline that :meth:`Timeline.save` wrote. Raises :class:`PlanError` for another version or a malformed file."""
+    data = Path(path).read_bytes()
+    try:
+        found = msgspec.json.decode(data, type=_Version).version
+        if found == VERSION:
+            return msgspec.json.decode(data, type=Timeline)
+    except msgspec.DecodeError as error:  # a ValidationError is one
+        raise PlanError(f"timeline file {path}: {error}") from error
+    raise PlanError(
+        f"timeline file {path} has format version {found}, this piper reads version {VERSION}; simulate or profile again"
+    )
+
+
+def busy_and_exposed(lanes: Sequence[Lane], seconds: float) -> tuple[float, float, float]:
+    """Seconds in which the compute stream is busy, the share of *seconds* in which it is not, and the seconds in which some
+    other stream is busy meanwhile.
+    """
+    compute = _union([b for lane in lanes if lane.stream == COMPUTE for b in lane.boxes])
+    everything = _union([b for lane in lanes for b in lane.boxes])
+    busy = _length(compute)
+    bubble = 1 - busy / seconds if seconds > 0 else 0.0
+    return busy, bubble, _length(everything) - busy
+
+
+def _union(boxes: Sequence[Box]) -> list[tuple[float, float]]:
+    """The intervals that *boxes* cover, disjoint and in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted((b.start, b.end) for b in boxes):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    assert all(a[1] < b[0] for a, b in pairwise(found))
+    return found
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)

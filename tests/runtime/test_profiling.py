@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from piper import apply, capture, plan, simulate, strategies
+from piper.devices.links import LARGE, SMALL, LinkTimes
+from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
+from piper.runtime.profiling import Replay, measure_profile
+from piper.runtime.state import OptimizerSpec
+
+LINKS = LinkTimes({SMALL: 1e-5, LARGE: 1e-3}, {SMALL: 1e-4, LARGE: 1e-4 + (LARGE - SMALL) / 1e9})
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_every_chunk_of_a_plan_is_measured(zero):
+    """Integer inputs, dropout and all; with the profile the plan can be simulated."""
+    config = TransformerConfig(
+        context=8, width=16, num_layers=2, num_heads=2, num_stages=2, dropout=0.1
+    )
+    batch = torch.zeros(8, 8, dtype=torch.int64), torch.zeros(8, 8, dtype=torch.int64)
+    dag = capture(Transformer(config), transformer_loss, batch)
+    planned = plan(apply(dag, strategies.pipeline("1f1b", [[0, 1], [2, 3]], 2, zero=zero)))
+    seen = []
+    optimizer = OptimizerSpec(lambda p: torch.optim.AdamW(p, lr=1e-3))
+    profile = measure_profile(planned, optimizer, LINKS, repeats=1, on_device=seen.append)
+    # Replicas do the same.
+    assert seen == [0, 2]
+    assert len(profile.chunks) == 4
+    assert profile.latency == 1e-4
+    assert abs(profile.bandwidth / 1e9 - 1) < 1e-9
+    assert profile.rates["optimizer_step"].seconds(1000) > 0
+    local = [i for i in planned.devices[0].instructions if i.reads() and not i.asynchronous]
+    taken = Replay(planned, 0, optimizer).run()
+    assert sum(seconds > 0 for seconds in taken) >= len(local)
+    line = simulate(planned, profile)
+    boxes = [b for d in line.devices for b in d.boxes() if b.op == "compute"]
+    assert {round(b.seconds - profile.launch, 9) for b in boxes} <= {
+        round(seconds, 9) for seconds in profile.chunks.values()
+    }
