@@ -52,6 +52,10 @@ class PlanError(PiperError):
     """A plan file is malformed or from another version."""
 
 
+class PictureError(PiperError):
+    """A timeline cannot be drawn, or its picture not written."""
+
+
 class VerificationError(PiperError):
     """A plan violates an invariant and must not be run."""
 

@@ -1,0 +1,83 @@
+"""A timeline as a web page that needs nothing else: no server, no network, no other file.
+
+The page draws on a canvas with the scripts in ``assets/``; the timeline is inside it as JSON. A timeline with more boxes than a
+browser draws smoothly is written as several pages, one after the other in time, that link to each other.
+"""
+
+import html
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+
+from piper.errors import PictureError
+from piper.simulate.timeline import Timeline
+from piper.visualize.page_data import PageData, TimelineData, Window, timeline_data, windows
+
+MOST_BOXES = 300_000
+"""How many boxes one page holds."""
+
+_SCRIPTS = ("format.js", "data.js", "chart.js", "page.js")
+
+
+def write_html(
+    timelines: Sequence[Timeline],
+    names: Sequence[str],
+    path: Path,
+    *,
+    title: str,
+    most_boxes: int = MOST_BOXES,
+) -> list[Path]:
+    """Write a page of *timelines*, one above the other, under *names*; the files that were written, *path* first.
+
+    More than *most_boxes* boxes are spread over several files: ``x.html``, ``x-2.html``, …
+    Raises :class:`~piper.errors.PictureError` if there is nothing to draw or a file cannot be written.
+    """
+    for timeline, name in zip(timelines, names, strict=True):
+        if not any(lane.boxes for device in timeline.devices for lane in device.lanes):
+            raise PictureError(f"timeline {name} has no boxes: there is nothing to draw")
+    parts = windows(timelines, most_boxes)
+    paths = [path.with_stem(f"{path.stem}-{i + 1}") if i else path for i in range(len(parts))]
+    for i, (window, where) in enumerate(zip(parts, paths, strict=True)):
+        only = None if len(parts) == 1 else window
+        data = PageData(_shown(timelines, names, only), [p.name for p in paths], i)
+        write_text(where, page(data, title))
+    return paths
+
+
+def page(data: PageData, title: str) -> str:
+    """The text of one page."""
+    text = {
+        "style": _asset("page.css"),
+        "script": "\n".join(map(_asset, _SCRIPTS)),
+        "title": html.escape(title),
+        # Within a script element, "</" could end it; JSON allows to write the slash with a backslash.
+        "data": msgspec.json.encode(data).decode().replace("</", "<\\/"),
+    }
+    template = _asset("page.html")
+    pieces = template.split("{{")
+    filled = [pieces[0]]
+    for piece in pieces[1:]:
+        name, rest = piece.split("}}", 1)
+        filled += [text[name], rest]
+    return "".join(filled)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; its folder is made if missing. Raises :class:`PictureError` if that is impossible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PictureError(
+            f"cannot write {path}: {error.strerror or error}; name a file in a folder that you may write to"
+        ) from error
+
+
+def _shown(timelines: Sequence[Timeline], names: Sequence[str], window: Window | None) -> list[TimelineData]:
+    return [timeline_data(t, n, window) for t, n in zip(timelines, names, strict=True)]
+
+
+def _asset(name: str) -> str:
+    return (files("piper.visualize") / "assets" / name).read_text(encoding="utf-8")
