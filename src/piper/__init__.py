@@ -1,7 +1,7 @@
 """Piper: programmable distributed training for PyTorch.
 
 Annotate regions of a model, state a strategy as directives, and train: see :func:`compile`. Step by step:
-:func:`capture`, :func:`apply`, :func:`plan`, :func:`verify`; :func:`check` compares a strategy with single-process training.
+:func:`capture`, :func:`apply`, :func:`plan`, :func:`verify`, :func:`simulate`; :func:`check` compares a strategy with single-process training.
 
 Each name is imported when it is first used: ``import piper`` alone loads neither PyTorch nor Ray.
 """
@@ -26,20 +26,31 @@ if TYPE_CHECKING:
     from piper.directives.strategy import apply, dump_strategy, load_strategy
     from piper.errors import PiperError
     from piper.plan.codec import load_plan, save_plan
+    from piper.plan.costs import Hardware, UnitCosts, hardware
+    from piper.plan.profile import Profile, load_profile
+    from piper.plan.topology import Link, Topology
     from piper.planner import plan
     from piper.schedules import placements
+    from piper.simulate import simulate
+    from piper.simulate.timeline import Timeline, load_timeline
     from piper.verify import verify
 
 __all__ = [
     "CheckReport",
+    "Hardware",
+    "Link",
     "Order",
     "PiperError",
     "Place",
+    "Profile",
     "Recompute",
     "Replicate",
     "Split",
+    "Timeline",
+    "Topology",
     "TrainResult",
     "Trainer",
+    "UnitCosts",
     "annotate",
     "annotate_module",
     "apply",
@@ -48,26 +59,36 @@ __all__ = [
     "compile",
     "dump_strategy",
     "errors",
+    "hardware",
     "load_plan",
+    "load_profile",
     "load_strategy",
+    "load_timeline",
     "placements",
     "plan",
     "save_plan",
     "schedules",
+    "simulate",
     "strategies",
     "verify",
 ]
 
 _HOMES = {
     "CheckReport": "piper.api.check",
+    "Hardware": "piper.plan.costs",
+    "Link": "piper.plan.topology",
     "Order": "piper.directives.order",
     "PiperError": "piper.errors",
     "Place": "piper.directives.place",
+    "Profile": "piper.plan.profile",
     "Recompute": "piper.directives.recompute",
     "Replicate": "piper.directives.replicate",
     "Split": "piper.directives.split",
+    "Timeline": "piper.simulate.timeline",
+    "Topology": "piper.plan.topology",
     "TrainResult": "piper.api.trainer",
     "Trainer": "piper.api.trainer",
+    "UnitCosts": "piper.plan.costs",
     "annotate": "piper.capture",
     "annotate_module": "piper.capture",
     "apply": "piper.directives.strategy",
@@ -75,10 +96,14 @@ _HOMES = {
     "check": "piper.api.check",
     "compile": "piper.api.compile",
     "dump_strategy": "piper.directives.strategy",
+    "hardware": "piper.plan.costs",
     "load_plan": "piper.plan.codec",
+    "load_profile": "piper.plan.profile",
     "load_strategy": "piper.directives.strategy",
+    "load_timeline": "piper.simulate.timeline",
     "plan": "piper.planner",
     "save_plan": "piper.plan.codec",
+    "simulate": "piper.simulate",
     "verify": "piper.verify",
 }
 """Where each public function and class lives."""
@@ -106,8 +131,8 @@ class _Package(ModuleType):
         return found
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Python binds a subpackage in its parent when it is imported; piper.capture, piper.plan and
-        # piper.verify are functions whatever was imported before.
+        # Python binds a subpackage in its parent when it is imported; piper.capture, piper.plan,
+        # piper.simulate and piper.verify are functions whatever was imported before.
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -26,7 +26,7 @@ from piper.planner.estimate import Rates, node_seconds
 from piper.runtime.batch import Batch
 from piper.runtime.state import OptimizerSpec
 from piper.simulate.memory import OptimizerBytes, account, adam_bytes, gloo_frame
-from piper.simulate.playback import Durations, Timeline, play
+from piper.simulate.playback import Durations, Track, play
 from piper.training.config import OptimizerSection, RunConfig, SGDSection, load_config
 from piper.training.model import make_model, make_skeleton
 from piper.visualize.terminal import Box, DeviceRow, draw
@@ -141,7 +141,7 @@ def estimated_durations(plan: Plan) -> Durations:
     return duration
 
 
-def boxes(plan: Plan, timelines: Sequence[Timeline]) -> Iterator[DeviceRow]:
+def boxes(plan: Plan, timelines: Sequence[Track]) -> Iterator[DeviceRow]:
     """A row for each stream on which a device computes, a box per chunk and update that takes time."""
     for mine, timeline in zip(plan.devices, timelines, strict=True):
         by_stream: dict[Stream, list[Box]] = {}

@@ -93,6 +93,7 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed_value: float
     communicators: tuple[CommunicatorInfo, ...]
     dag: _Dag
+    roles: tuple[tuple[DeviceId, ...], ...] = ()
 
 
 class _Version(msgspec.Struct):
@@ -151,6 +152,7 @@ def decode_plan(files: Mapping[str, bytes]) -> Plan:
         seed_value=manifest.seed_value,
         communicators=manifest.communicators,
         devices=tuple(devices),
+        roles=manifest.roles,
     )
 
 

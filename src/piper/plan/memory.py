@@ -10,7 +10,7 @@ delivered when they send again, and often nothing ever waits for it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from piper.ids import DeviceId
@@ -62,7 +62,7 @@ class DeviceMemory:
 
     ``peak`` is the most that is alive after any instruction, ``position`` the first instruction (its index in the device's
     plan) after which that is so, ``by_category`` what it consists of. ``highest`` is each category's own peak, wherever that
-    is. ``curve`` has the bytes after every instruction.
+    is. ``curve`` has the bytes after every instruction, ``curves`` the same by category.
     """
 
     device: DeviceId
@@ -71,6 +71,7 @@ class DeviceMemory:
     by_category: Mapping[Category, int]
     highest: Mapping[Category, int]
     curve: tuple[int, ...]
+    curves: Mapping[Category, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Recorder:
@@ -82,16 +83,22 @@ class Recorder:
         self._at_peak: dict[Category, int] = {}
         self._highest: dict[Category, int] = dict.fromkeys(Category, 0)
         self._curve: list[int] = []
+        self._curves: dict[Category, list[int]] = {category: [] for category in Category}
 
     def add(self, position: int, found: Mapping[Category, int]) -> None:
         """*found* is alive after instruction *position*; instructions that are skipped changed nothing."""
         total = sum(found.values())
-        while len(self._curve) < position:
-            self._curve.append(self._curve[-1] if self._curve else total)
+        missing = position - len(self._curve)
+        if missing > 0:
+            self._curve += [self._curve[-1] if self._curve else total] * missing
         if total > self._peak:
             self._peak, self._position, self._at_peak = total, position, dict(found)
         for category, nbytes in found.items():
             self._highest[category] = max(self._highest[category], nbytes)
+            mine = self._curves[category]
+            if missing > 0:
+                mine += [mine[-1] if mine else nbytes] * missing
+            mine.append(nbytes)
         self._curve.append(total)
 
     def finish(self) -> DeviceMemory:
@@ -103,4 +110,5 @@ class Recorder:
             by_category={c: self._at_peak.get(c, 0) for c in Category},
             highest=dict(self._highest),
             curve=tuple(self._curve),
+            curves={category: tuple(mine) for category, mine in self._curves.items() if any(mine)},
         )

@@ -54,6 +54,10 @@ class Plan:
     ``bindings`` gives each symbol its size. A global batch has ``num_replicas * num_microbatches * microbatch_size`` rows; replica r's microbatch m
     is global microbatch ``r * num_microbatches + m``. ``seed_value`` is the gradient of the step's loss with respect to
     one microbatch's loss (1 for a weighted loss, whose gradients are divided by the total weight before the update).
+
+    A *folded* plan has a program for one device of each of ``roles`` only, the first; the role's other devices do the same with device
+    numbers, replicas and slices renamed (see :mod:`piper.planner.roles`), and have an empty program here. It can be verified and simulated, not run. A plan that
+    is not folded has no roles.
     """
 
     num_devices: int
@@ -65,3 +69,8 @@ class Plan:
     seed_value: float
     communicators: tuple[CommunicatorInfo, ...]
     devices: tuple[DevicePlan, ...]
+    roles: tuple[tuple[DeviceId, ...], ...] = ()
+
+    def represented(self) -> tuple[tuple[DeviceId, ...], ...]:
+        """For each device that has a program, all devices that do the same, itself first."""
+        return self.roles or tuple((mine.device,) for mine in self.devices)

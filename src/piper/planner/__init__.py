@@ -5,10 +5,12 @@ each node on each of its devices, ``early`` starts receives and gathers before t
 come, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
 """
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace as replace_struct
 
 from piper.errors import CaptureError, PlacementError, SplitError
-from piper.ids import DeviceId
+from piper.ids import DeviceId, NodeId
 from piper.ir.check import check_dag, unplaced
 from piper.ir.dag import Chunk, Dag, LossKind
 from piper.ir.derive import derive
@@ -16,9 +18,10 @@ from piper.ir.edit import replace_nodes
 from piper.ir.select import Selector
 from piper.ir.symbols import evaluate
 from piper.pausing import collector_paused
+from piper.plan.costs import Costs
 from piper.plan.model import Plan
 from piper.planner.cut import Cutter
-from piper.planner.estimate import Rates, node_seconds
+from piper.planner.estimate import Rates, costed_seconds, node_seconds
 from piper.planner.gathers import share_gathers
 from piper.planner.streams import total_order
 
@@ -26,21 +29,28 @@ RECEIVE_BYTES = 16 * 1024 * 1024
 GATHER_BYTES = 64 * 1024 * 1024
 
 
-def plan(dag: Dag, *, receive_bytes: int = RECEIVE_BYTES, gather_bytes: int = GATHER_BYTES) -> Plan:
+def plan(
+    dag: Dag,
+    *,
+    receive_bytes: int = RECEIVE_BYTES,
+    gather_bytes: int = GATHER_BYTES,
+    costs: Costs | None = None,
+) -> Plan:
     """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
 
     ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed, ``gather_bytes`` the
-    sharded parameters that are gathered before they are needed.
+    sharded parameters that are gathered before they are needed. What the strategy leaves open is ordered by *costs*, for instance a measured
+    :class:`~piper.plan.profile.Profile`; without them by rough estimates.
 
     A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region that nobody placed, a
     group that nobody replicates, groups of unequal sizes or a device number left out, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a microbatch size
     for which the captured graph does not hold.
     """
     with collector_paused():
-        return _plan(dag, receive_bytes, gather_bytes)
+        return _plan(dag, receive_bytes, gather_bytes, costs)
 
 
-def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
+def _plan(dag: Dag, receive_bytes: int, gather_bytes: int, costs: Costs | None) -> Plan:
     dag = _placed(dag)
     _check_claimed(dag)
     _check_sizes(dag)
@@ -48,7 +58,7 @@ def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
     size = microbatch_size(dag)
     bindings = {} if dag.batch_symbol is None else {dag.batch_symbol: size}
     _check_guards(dag, size)
-    order = total_order(dag, node_seconds(dag, bindings, Rates()))
+    order = total_order(dag, _seconds(dag, bindings, costs))
     dag = share_gathers(dag, order)
     cutter = Cutter(
         dag,
@@ -72,6 +82,12 @@ def _plan(dag: Dag, receive_bytes: int, gather_bytes: int) -> Plan:
         communicators=communicators,
         devices=devices,
     )
+
+
+def _seconds(dag: Dag, bindings: Mapping[str, int], costs: Costs | None) -> Mapping[NodeId, float]:
+    if costs is None:
+        return node_seconds(dag, bindings, Rates())
+    return costed_seconds(dag, bindings, costs)
 
 
 def violated_guard(dag: Dag, size: int) -> str | None:

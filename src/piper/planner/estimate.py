@@ -1,17 +1,19 @@
-"""Rough durations of nodes, for choosing an order before anything was measured.
+"""Durations of nodes, for choosing an order: rough ones before anything was measured, or those of given costs.
 
-Only ratios matter. Chunks: floating-point operations of their matrix products, plus the bytes that the other
+Only ratios matter. Roughly, chunks: floating-point operations of their matrix products, plus the bytes that the other
 calls touch; communication: latency plus bytes over bandwidth.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper.ids import BodyId, NodeId, ValueId
-from piper.ir.body import Body, Call, Ref, TensorSpec
+from piper.ir.body import Body, TensorSpec
 from piper.ir.dag import Chunk, Dag, Node
 from piper.ops.compute import Call as CallWork
+from piper.plan.costs import Costs
+from piper.plan.topology import alone_seconds, traffic
+from piper.plan.work import call_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +44,31 @@ def _seconds(
     return rates.latency + sum(sizes[v] for v in node.outputs) / rates.link
 
 
+def costed_seconds(dag: Dag, bindings: Mapping[str, int], costs: Costs) -> dict[NodeId, float]:
+    """Seconds of every node by *costs*; communication as on idle links."""
+    sizes = {v.id: v.spec.nbytes(bindings) for v in dag.values.values()}
+    topology = costs.topology_for(1 + max(d for n in dag.nodes.values() for d in n.participants))
+
+    def seconds(node: Node) -> float:
+        if isinstance(node, Chunk):
+            if isinstance(node.work, CallWork):
+                return costs.chunk(dag, bindings, node)
+            return costs.local(node.work.kind, sum(sizes[v] for v in node.inputs))
+        if topology is None:
+            return 0.0
+        role = "send" if node.work.kind == "transfer" else node.work.kind
+        nbytes = sum(sizes[v] for v in node.outputs)
+        return alone_seconds(topology, traffic(topology, role, node.groups[0], nbytes))
+
+    return {node.id: seconds(node) for node in dag.nodes.values()}
+
+
 def body_seconds(body: Body, bindings: Mapping[str, int], rates: Rates) -> float:
     """Estimated seconds of a chunk body."""
     seconds = rates.overhead
     specs: list[TensorSpec | None] = list(body.inputs)
     for call in body.calls:
-        seconds += _call_flops(call, specs, bindings) / rates.flops
+        seconds += call_flops(call, specs, bindings) / rates.flops
         seconds += sum(s.nbytes(bindings) for s in call.results if s) / rates.memory
         specs.append(call.results[0] if call.results else None)
     return seconds
-
-
-def _call_flops(call: Call, specs: list[TensorSpec | None], bindings: Mapping[str, int]) -> float:
-    """2·m·n·k for products; 4·b·h·s·s·d for attention (8/3 more backward); 0 for the rest."""
-    result = call.results[0] if call.results else None
-    if result is None:
-        return 0.0
-    operands = [specs[a.index] for a in call.args if isinstance(a, Ref)]
-    name = call.target.split(".")[1] if "." in call.target else call.target
-    first = next((s for s in operands if s is not None), None)
-    if name in ("mm", "bmm") and first is not None:
-        return 2.0 * result.numel(bindings) * first.sizes(bindings)[-1]
-    if name in ("addmm", "baddbmm") and len(operands) > 1 and operands[1] is not None:
-        return 2.0 * result.numel(bindings) * operands[1].sizes(bindings)[-1]
-    if "scaled_dot_product" in name and first is not None and len(first.shape) == 4:
-        batch, heads, length, width = first.sizes(bindings)
-        factor = 10.0 if "backward" in name else 4.0
-        return factor * math.prod((batch, heads, length, length, width))
-    return 0.0

@@ -109,9 +109,9 @@ class Critical(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 
 class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One training step. ``seconds`` is its length. ``flops`` counts the chunks' floating-point operations on all devices, without
-    those of a recomputed forward where ``mfu`` (the share of the devices' peak that they use, ``None`` if no peak is known) is concerned.
-    ``critical_path`` is a longest chain of boxes each of which starts when the one before ends, first to last: shortening anything
+    """One training step. ``seconds`` is its length, ``splits`` the names of the tags that are split dimensions. ``flops`` counts the chunks'
+    floating-point operations on all devices, recomputation included, ``mfu`` is the share of the devices' peak that they use (``None`` if
+    no peak is known). ``critical_path`` is a longest chain of boxes each of which starts when the one before ends, first to last: shortening anything
     else does not shorten the step.
     """
 
@@ -119,6 +119,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: Source
     seconds: float
     num_devices: int
+    splits: tuple[str, ...]
     flops: float
     mfu: float | None
     devices: tuple[DeviceTimeline, ...]
