@@ -214,7 +214,7 @@ def _timeline(jobs: list[Job], num_devices: int, unit: float, source: Source) ->
         if job.node in path
     )
     flops = sum(box.flops for d in devices for box in d.boxes())
-    return Timeline(VERSION, source, total * unit, num_devices, flops, 0.41, devices, critical)
+    return Timeline(VERSION, source, total * unit, num_devices, ("MB",), flops, 0.41, devices, critical)
 
 
 def _device(number: int, lanes: list[Lane], seconds: float) -> DeviceTimeline:

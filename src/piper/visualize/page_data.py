@@ -157,14 +157,6 @@ def outermost(box: Box, splits: frozenset[str]) -> tuple[str, int] | None:
     return next((tag for tag in box.tags if tag[0] not in splits), None)
 
 
-def split_names(timeline: Timeline) -> frozenset[str]:
-    """The tags that say nothing but the microbatch."""
-    boxes = [b for d in timeline.devices for b in d.boxes()]
-    candidates = {name for b in boxes if b.microbatch is not None for name, _ in b.tags[-1:]}
-    others = {name for b in boxes for name, index in b.tags if index != b.microbatch}
-    return frozenset(candidates - others)
-
-
 # ------------------------------------------------------------------ who waits for whom
 
 
@@ -241,7 +233,7 @@ class _Columns:
     """The number in this part of the box at a position of a device's program."""
 
     def __post_init__(self) -> None:
-        self.splits = split_names(self.timeline)
+        self.splits = frozenset(self.timeline.splits)
         counts = accumulate(
             (len(lane.boxes) for d in self.timeline.devices for lane in d.lanes), initial=0
         )
