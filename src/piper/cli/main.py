@@ -126,6 +126,82 @@ def plan(
 
 
 @app.command()
+def simulate(
+    config: ConfigPath,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="A100, H100, H200 or CPU; unit counts a forward as 1 and a backward as 2.",
+        ),
+    ] = "unit",
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Durations that `piper profile` measured."),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines (default: as many as needed).")
+    ] = None,
+    devices_per_node: Annotated[int | None, typer.Option(min=1, help="Devices per machine.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Lines of the critical path.")] = 8,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the timeline as JSON.")
+    ] = None,
+    traceback: Traceback = False,
+) -> None:
+    """Predict how long a step takes and what to improve first. Nothing is run."""
+    with _reporting(traceback):
+        from piper.cli.simulate import Choice
+        from piper.cli.simulate import simulate as run
+
+        choice = Choice(device, profile, nodes, devices_per_node)
+        run(config, Console(), choice, top=top, trace=trace, save=save)
+
+
+@app.command()
+def profile(
+    config: ConfigPath,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write the profile.")
+    ] = Path("profile.json"),
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each chunk is run.")] = 10,
+    links: Annotated[
+        bool, typer.Option("--links/--no-links", help="Measure messages between processes too.")
+    ] = True,
+    traceback: Traceback = False,
+) -> None:
+    """Measure how long the strategy's chunks and messages take on this machine, for `piper simulate --profile`."""
+    with _reporting(traceback):
+        from piper.cli.profile import profile as run
+
+        run(config, Console(), output, repeats=repeats, links=links)
+
+
+@app.command()
+def explain(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT", help='A node (17, or "F PP=1 MB=0"), a device ("device 1"), a step ("1#17").'
+        ),
+    ],
+    config: ConfigPath,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="A100, H100, H200, CPU or unit.")
+    ] = "unit",
+    traceback: Traceback = False,
+) -> None:
+    """Say why something runs where and when it does: which directive placed it, what it waits for."""
+    with _reporting(traceback):
+        from piper.cli.explain import explain as run
+
+        run(what, config, Console(), device)
+
+
+@app.command()
 def check(config: ConfigPath, traceback: Traceback = False) -> None:
     """Compare the strategy with training in one process, in float64: losses, gradients, parameters."""
     with _reporting(traceback):

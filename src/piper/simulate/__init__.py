@@ -17,6 +17,7 @@ from piper.plan.model import DevicePlan, Plan
 from piper.plan.topology import Port, Topology, Traffic, traffic
 from piper.plan.work import body_work
 from piper.simulate.critical import critical_path, waited_on
+from piper.simulate.describe import describe
 from piper.simulate.engine import NOTHING, Flow, Run, run
 from piper.simulate.memory import OptimizerBytes, account
 from piper.simulate.timeline import (
@@ -250,27 +251,3 @@ def curve(memory: DeviceMemory, times: Sequence[float]) -> MemoryCurve:
     return MemoryCurve(
         tuple(now), {name: tuple(values[i] for i in kept) for name, values in columns.items()}
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What people call an instruction, and where it belongs."""
-
-    label: str
-    pass_: str
-    tags: tuple[tuple[str, int], ...]
-    microbatch: int | None
-
-
-def describe(plan: Plan, instruction: Instruction) -> Described:
-    """The node of *instruction* for people; its own name where it comes from none."""
-    node = plan.dag.nodes.get(instruction.node)
-    if node is None:
-        return Described(instruction.op, "", (), None)
-    splits = {split.name for split in plan.dag.splits}
-    belongs = any(name in splits for name, _ in node.tags)
-    microbatch = plan.dag.microbatch(node.tags) if belongs else None
-    label = node.label
-    if not isinstance(instruction, Compute) and instruction.op not in label:
-        label = f"{instruction.op} {label}"
-    return Described(label, node.pass_.value, node.tags, microbatch)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from piper.ids import NodeId
 from piper.plan.model import Plan
+from piper.simulate.describe import describe
 from piper.simulate.engine import NOTHING, Place, Run
 from piper.simulate.timeline import Critical, Timeline
 
@@ -19,13 +20,12 @@ def critical_path(plan: Plan, run: Run) -> tuple[Critical, ...]:
         if run.end[step] <= run.start[step]:
             continue
         instruction, device = run.instructions[step], run.device[step]
-        node = plan.dag.nodes.get(instruction.node)
         links.append(
             Critical(
                 device=device,
                 position=step - run.offsets[device],
                 node=instruction.node,
-                label=instruction.op if node is None else node.label,
+                label=describe(plan, instruction).label,
                 op=instruction.op,
                 start=run.start[step],
                 end=run.end[step],
@@ -80,8 +80,7 @@ def shares(timeline: Timeline, top: int | None = None) -> Sequence[Share]:
     count: dict[str, int] = {}
     devices: dict[str, dict[int, None]] = {}
     for link in timeline.critical_path:
-        regions = _regions(link.label, timeline.splits)
-        what = regions if link.op == "compute" else f"{link.op} {regions}"
+        what = _regions(link.label, timeline.splits)
         seconds[what] = seconds.get(what, 0.0) + link.end - link.start
         count[what] = count.get(what, 0) + 1
         devices.setdefault(what, {})[link.device] = None

@@ -1,0 +1,150 @@
+"""``piper simulate``: how long a step would take, and what to improve first."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from piper.cli.plan import make_program, optimizer_bytes
+from piper.errors import ConfigError
+from piper.plan.costs import Costs, UnitCosts, hardware
+from piper.plan.profile import load_profile
+from piper.plan.topology import Topology
+from piper.simulate import simulate as run
+from piper.simulate.critical import shares
+from piper.simulate.memory import gloo_frame
+from piper.simulate.timeline import DeviceTimeline, Timeline
+from piper.training.config import load_config
+from piper.training.model import make_skeleton
+from piper.visualize.trace import save_trace
+
+UNIT = "unit"
+"""The name of :class:`UnitCosts` on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the command line says about costs: a preset or ``unit``, or a measured profile; the machines, if not as many as needed."""
+
+    device: str = UNIT
+    profile: Path | None = None
+    nodes: int | None = None
+    devices_per_node: int | None = None
+
+    def costs(self) -> Costs:
+        """The costs. Raises :class:`ConfigError` for an unknown preset, an unreadable profile, or options that exclude each other."""
+        sized = self.nodes is not None or self.devices_per_node is not None
+        if self.profile is not None:
+            if self.device != UNIT or sized:
+                raise ConfigError(
+                    "--profile says all about devices and links; leave out --device, --nodes and --devices-per-node"
+                )
+            return load_profile(self.profile)
+        if self.device == UNIT:
+            if sized:
+                raise ConfigError("--nodes and --devices-per-node need a --device, such as H100")
+            return UnitCosts()
+        chosen = hardware(self.device)
+        if self.devices_per_node is not None:
+            chosen = replace(chosen, devices_per_node=self.devices_per_node)
+        if self.nodes is None:
+            return chosen
+        one = chosen.topology_for(1)
+        topology = Topology(self.nodes, one.devices_per_node, one.intra, one.inter, one.nics)
+        return replace(chosen, topology=topology)
+
+
+def simulate(
+    path: Path,
+    console: Console,
+    choice: Choice,
+    *,
+    top: int = 8,
+    trace: Path | None = None,
+    save: Path | None = None,
+) -> None:
+    """Print what a step of the configuration at *path* would take; write a trace, or the timeline, if asked.
+
+    Raises what :func:`piper.compile` raises before it starts workers, and what :func:`piper.simulate` raises.
+    """
+    config = load_config(path)
+    costs = choice.costs()
+    plan = make_program(config, make_skeleton(config)).plan
+    frame_bytes = gloo_frame if config.train.backend == "ray" else int
+    timeline = run(
+        plan, costs, optimizer_bytes=optimizer_bytes(config.optimizer), frame_bytes=frame_bytes
+    )
+    report(timeline, console, top=top, unit=isinstance(costs, UnitCosts))
+    if trace is not None:
+        save_trace(timeline, trace)
+        console.print(Text(f"trace written to {trace}; open it at https://ui.perfetto.dev"))
+    if save is not None:
+        timeline.save(save)
+        console.print(Text(f"timeline written to {save}"), soft_wrap=True)
+
+
+def report(timeline: Timeline, console: Console, *, top: int, unit: bool = False) -> None:
+    """The totals, a line per device, and the critical path by kind of work. *unit*: times are in forwards, not in seconds."""
+    console.print(_headline(timeline, unit=unit))
+    console.print(_devices(timeline, unit=unit))
+    console.print(Text("critical path: what to improve first"))
+    console.print(_critical(timeline, top, unit=unit))
+
+
+def _time(seconds: float, *, unit: bool) -> str:
+    if unit:
+        return f"{seconds:.4g}"
+    scale, name = next(
+        ((s, n) for s, n in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "µs")
+    )
+    return f"{seconds / scale:.3g} {name}"
+
+
+def _headline(timeline: Timeline, *, unit: bool) -> Text:
+    length = _time(timeline.seconds, unit=unit) + (" forwards" if unit else "")
+    words = [f"step {length}", f"bubble {timeline.bubble:.1%}"]
+    if not unit:
+        words.append(f"exposed communication {_time(timeline.exposed, unit=unit)}")
+        words.append(f"{timeline.flops / 1e9:.4g} GFLOP")
+    if timeline.mfu is not None:
+        words.append(f"{timeline.mfu:.1%} of the peak")
+    return Text(f"{timeline.source.value}: " + ", ".join(words))
+
+
+def _devices(timeline: Timeline, *, unit: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("device", "computes", "bubble", "exposed", "peak memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for device in timeline.devices:
+        table.add_row(
+            _name(device),
+            _time(device.busy, unit=unit),
+            f"{device.bubble:.1%}",
+            _time(device.exposed, unit=unit),
+            f"{device.peak / 2**20:.4g} MiB",
+        )
+    return table
+
+
+def _name(device: DeviceTimeline) -> str:
+    others = len(device.stands_for) - 1
+    return f"{device.device}" + (f" (+{others})" if others else "")
+
+
+def _critical(timeline: Timeline, top: int, *, unit: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("work")
+    for name in ("time", "share", "times", "devices"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for share in shares(timeline, top):
+        table.add_row(
+            share.what,
+            _time(share.seconds, unit=unit),
+            f"{share.seconds / timeline.seconds:.1%}",
+            str(share.count),
+            ", ".join(map(str, share.devices[:6])) + (" …" if len(share.devices) > 6 else ""),
+        )
+    return table
