@@ -13,6 +13,7 @@ import msgspec
 
 from piper.errors import PictureError
 from piper.simulate.timeline import Timeline
+from piper.visualize.files import write_text
 from piper.visualize.page_data import PageData, TimelineData, Window, timeline_data, windows
 
 MOST_BOXES = 300_000
@@ -27,10 +28,12 @@ def write_html(
     path: Path,
     *,
     title: str,
+    unit: str = "s",
     most_boxes: int = MOST_BOXES,
-) -> list[Path]:
+) -> tuple[Path, ...]:
     """Write a page of *timelines*, one above the other, under *names*; the files that were written, *path* first.
 
+    Times are in seconds, or counted in any other *unit*.
     More than *most_boxes* boxes are spread over several files: ``x.html``, ``x-2.html``, …
     Raises :class:`~piper.errors.PictureError` if there is nothing to draw or a file cannot be written.
     """
@@ -41,9 +44,9 @@ def write_html(
     paths = [path.with_stem(f"{path.stem}-{i + 1}") if i else path for i in range(len(parts))]
     for i, (window, where) in enumerate(zip(parts, paths, strict=True)):
         only = None if len(parts) == 1 else window
-        data = PageData(_shown(timelines, names, only), [p.name for p in paths], i)
+        data = PageData(_shown(timelines, names, only), [p.name for p in paths], i, unit)
         write_text(where, page(data, title))
-    return paths
+    return tuple(paths)
 
 
 def page(data: PageData, title: str) -> str:
@@ -62,17 +65,6 @@ def page(data: PageData, title: str) -> str:
         name, rest = piece.split("}}", 1)
         filled += [text[name], rest]
     return "".join(filled)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file; its folder is made if missing. Raises :class:`PictureError` if that is impossible."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PictureError(
-            f"cannot write {path}: {error.strerror or error}; name a file in a folder that you may write to"
-        ) from error
 
 
 def _shown(timelines: Sequence[Timeline], names: Sequence[str], window: Window | None) -> list[TimelineData]:

@@ -14,6 +14,7 @@ import msgspec
 
 from piper.ids import DeviceId, NodeId
 from piper.simulate.timeline import Box, DeviceTimeline, MemoryCurve, Timeline
+from piper.visualize.colours import LOOKS
 
 SHOWN_WAITS = 8
 """A box is linked to at most so many of the boxes that it waited for; they all ended at the same time."""
@@ -104,12 +105,23 @@ class TimelineData(msgspec.Struct, frozen=True):
     critical_path: list[int]
 
 
+class PassData(msgspec.Struct, frozen=True):
+    """A pass and its looks, see :mod:`piper.visualize.colours`."""
+
+    name: str
+    meaning: str
+    colour: str
+    darker: str
+
+
 class PageData(msgspec.Struct, frozen=True):
-    """One page: one timeline or two, and the file names of all parts of which it is number ``part``."""
+    """One page: one timeline or two, the file names of all parts of which it is number ``part``, and what times are counted in."""
 
     timelines: list[TimelineData]
     parts: list[str]
     part: int
+    unit: str
+    passes: tuple[PassData, ...] = tuple(PassData(name, *look) for name, look in LOOKS.items())
 
 
 def timeline_data(timeline: Timeline, name: str, window: Window | None = None) -> TimelineData:

@@ -77,7 +77,7 @@ class Chart {
     make("b", "", caption).textContent = timeline.name;
     make("span", "badge", caption).textContent = timeline.source;
     make("span", "", caption).textContent =
-      `${seconds(timeline.seconds)} · bubble ${percent(timeline.bubble)} · ${timeline.numDevices} devices`;
+      `${seconds(timeline.seconds)}${timeUnit === "s" ? "" : ` ${timeUnit}`} · bubble ${percent(timeline.bubble)} · ${timeline.numDevices} devices`;
     this.overview = make("canvas", "overview", this.root);
     this.rowsElement = make("div", "rows", this.root);
     this.rowsElement.tabIndex = 0;
@@ -458,7 +458,7 @@ class Chart {
     c.font = FONT;
     c.textBaseline = "middle";
     c.textAlign = "left";
-    c.fillText("time", 12, AXIS / 2);
+    c.fillText(timeUnit === "s" ? "time" : `time, ${timeUnit}`, 12, AXIS / 2);
     c.save();
     c.beginPath();
     c.rect(GUTTER - 20, 0, this.width, this.shown);
@@ -601,9 +601,9 @@ class Chart {
 
 /** A mark of the axis, in the unit that suits the distance between marks and the size of the step. */
 function tickText(time, step, view) {
-  const [size, unit] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]].find(([s]) => view.t1 >= s) ?? [1e-9, "ns"];
+  const [size, unit] = unitFor(view.t1);
   const decimals = Math.max(0, -Math.floor(Math.log10(step / size) + 1e-9));
-  return `${(time / size).toFixed(decimals)} ${unit}`;
+  return `${(time / size).toFixed(decimals)} ${unit}`.trim();
 }
 
 function clip(c, text, width) {

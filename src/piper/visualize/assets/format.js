@@ -1,11 +1,20 @@
-// Numbers for people, and colours.
+// What the page shows, numbers for people, and colours.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+
+const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
+const timeUnit = DATA.unit; // "s", or what else times are counted in
+
+/** The unit that suits so many seconds, and its name. */
+function unitFor(value) {
+  if (timeUnit !== "s") return [1, ""];
+  return UNITS.find(([size]) => Math.abs(value) >= size) ?? [1, "s"];
+}
 
 /** Seconds in the unit that suits `like` (by default themselves): "12.3 ms". */
 function seconds(value, like = value) {
-  const [size, unit] =
-    [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]].find(([s]) => Math.abs(like) >= s) ?? [1e-9, "ns"];
-  if (value === 0) return `0 ${unit}`;
-  return `${digits(value / size, like / size)} ${unit}`;
+  const [size, unit] = unitFor(like);
+  return `${value === 0 ? 0 : digits(value / size, like / size)} ${unit}`.trim();
 }
 
 /** As many decimals as `like` needs for three digits that say something. */
@@ -38,15 +47,7 @@ function niceStep(least) {
   return [1, 2, 5, 10].map((m) => m * power).find((step) => step >= least * (1 - 1e-9));
 }
 
-// The palette of Okabe and Ito, which people with any kind of colour vision can tell apart.
-const PASSES = [
-  { name: "F", meaning: "forward", colour: "#0072b2" },
-  { name: "B", meaning: "backward", colour: "#009e73" },
-  { name: "BI", meaning: "backward, inputs", colour: "#56b4e9" },
-  { name: "BW", meaning: "backward, weights", colour: "#e69f00" },
-  { name: "UPDATE", meaning: "update", colour: "#cc79a7" },
-  { name: "", meaning: "other", colour: "#8b95a1" },
-];
+const PASSES = DATA.passes; // the last one is for all that belongs to no pass
 const PASS_INDEX = new Map(PASSES.map((pass, i) => [pass.name, i]));
 
 // What stays all along in greys, what comes and goes in colours that no pass has.
@@ -78,10 +79,10 @@ class Palette {
     [this.panel, this.text, this.soft, this.line, this.sunk, this.accent, this.critical] =
       ["--panel", "--text", "--soft", "--line", "--sunk", "--accent", "--critical"].map(get);
     this.colours = [];
-    for (const { colour } of PASSES) {
-      const base = dark ? mix(rgb(colour), [255, 255, 255], 0.06) : rgb(colour);
+    for (const { colour, darker } of PASSES) {
       for (const [odd, message, dim] of VARIANTS) {
-        let found = odd ? mix(base, [0, 0, 0], 0.24) : base;
+        let found = rgb(odd ? darker : colour);
+        if (dark) found = mix(found, [255, 255, 255], 0.06);
         if (message) found = mix(found, this.back, 0.4);
         if (dim) found = mix(found, this.back, 0.8);
         this.colours.push(found);

@@ -201,8 +201,8 @@ class Page {
       ["region", t.strings[t.region[i]]],
       ["microbatch", t.microbatch[i] >= 0 ? String(t.microbatch[i]) : ""],
       ["with", others.length ? `device ${list(others)}` : ""],
-      ["bytes", t.nbytes[i] > 0 ? bytes(t.nbytes[i]) + (t.isMessage(i) && rate ? `, ${bytes(rate)}/s` : "") : ""],
-      ["FLOPs", t.flops[i] > 0 ? `${count(t.flops[i])}, ${count(flops)}FLOP/s` : ""],
+      ["bytes", t.nbytes[i] > 0 ? bytes(t.nbytes[i]) + (t.isMessage(i) && rate && timeUnit === "s" ? `, ${bytes(rate)}/s` : "") : ""],
+      ["FLOPs", t.flops[i] > 0 ? count(t.flops[i]) + (flops && timeUnit === "s" ? `, ${count(flops)}FLOP/s` : "") : ""],
       ["idle before", idle > 1e-9 ? seconds(idle) : ""],
       ["critical path", t.critical[i] ? "yes" : ""],
     ].filter(([, text]) => text);
@@ -631,4 +631,4 @@ function stored(name) { try { return localStorage.getItem(`piper-${name}`); } ca
 function store(name, value) { try { localStorage.setItem(`piper-${name}`, value); } catch { /* see above */ } }
 
 // For scripts and for curious people at the console.
-window.piperPage = new Page(JSON.parse(byId("data").textContent));
+window.piperPage = new Page(DATA);
