@@ -84,10 +84,14 @@ def pipeline(
     builder, made = Builder(), dict[Key, int]()
     left = [list(sequence) for sequence in ranks]
     while any(left):
-        ready = [r for r, sequence in enumerate(left) if sequence and _ready(sequence[0], made, stages)]
+        ready = [
+            r for r, sequence in enumerate(left) if sequence and _ready(sequence[0], made, stages)
+        ]
         assert ready, "the orders wait for each other"
         for rank in ready:
-            _chunk(builder, made, left[rank].pop(0), len(ranks), replicas, split=split, stages=stages)
+            _chunk(
+                builder, made, left[rank].pop(0), len(ranks), replicas, split=split, stages=stages
+            )
     for rank in range(len(ranks)):
         _update(builder, made, rank, len(ranks), replicas, stages)
     return _timeline(builder.jobs, len(ranks) * replicas, scale * MILLISECOND, source)
@@ -153,16 +157,40 @@ def _chunk(builder, made, chunk: Key, ranks: int, replicas: int, *, split: bool,
 
 def _update(builder, made, rank: int, ranks: int, replicas: int, stages: int) -> None:
     devices = [rank * replicas + i for i in range(replicas)]
-    after = [node for (pass_, stage, _), node in made.items() if pass_ == "B" and stage % ranks == rank]
+    after = [
+        node for (pass_, stage, _), node in made.items() if pass_ == "B" and stage % ranks == rank
+    ]
     if replicas > 1:
         places = [(d, "reduce") for d in devices]
         after = [
             builder.add(
-                Job(len(builder.jobs), f"all_reduce PP={rank}", "all_reduce", "", (("PP", rank),), 1.5, places, after, nbytes=32 * MIB)
+                Job(
+                    len(builder.jobs),
+                    f"all_reduce PP={rank}",
+                    "all_reduce",
+                    "",
+                    (("PP", rank),),
+                    1.5,
+                    places,
+                    after,
+                    nbytes=32 * MIB,
+                )
             )
         ]
     places = [(d, COMPUTE) for d in devices]
-    builder.add(Job(len(builder.jobs), f"update PP={rank}", "optimizer_step", "UPDATE", (("PP", rank),), 1.0, places, after, nbytes=96 * MIB))
+    builder.add(
+        Job(
+            len(builder.jobs),
+            f"update PP={rank}",
+            "optimizer_step",
+            "UPDATE",
+            (("PP", rank),),
+            1.0,
+            places,
+            after,
+            nbytes=96 * MIB,
+        )
+    )
 
 
 def _timeline(jobs: list[Job], num_devices: int, unit: float, source: Source) -> Timeline:
@@ -174,14 +202,16 @@ def _timeline(jobs: list[Job], num_devices: int, unit: float, source: Source) ->
     for job in sorted(jobs, key=lambda job: (job.start, job.node)):
         for device, stream in job.places:
             position[job.node, device, stream] = counts[device]
-            meets = "send" == job.op or job.op == "all_reduce"
+            meets = job.op in {"send", "all_reduce"}
             # One message per replica; a collective has all of them.
             replica = device % max(1, len(job.places) // 2) if job.op == "send" else 0
             lanes.setdefault((device, stream), []).append(
                 Box(
                     position=counts[device],
                     node=NodeId(job.node),
-                    op=("send" if stream.startswith("send") else "receive") if job.op == "send" else job.op,
+                    op=("send" if stream.startswith("send") else "receive")
+                    if job.op == "send"
+                    else job.op,
                     label=job.label,
                     pass_=job.pass_,
                     tags=job.tags,
@@ -197,7 +227,15 @@ def _timeline(jobs: list[Job], num_devices: int, unit: float, source: Source) ->
             )
             counts[device] += 1
     devices = tuple(
-        _device(d, [Lane(Stream(s), tuple(boxes)) for (e, s), boxes in sorted(lanes.items(), key=lambda x: (x[0][1] != COMPUTE, x[0])) if e == d], total * unit)
+        _device(
+            d,
+            [
+                Lane(Stream(s), tuple(boxes))
+                for (e, s), boxes in sorted(lanes.items(), key=lambda x: (x[0][1] != COMPUTE, x[0]))
+                if e == d
+            ],
+            total * unit,
+        )
         for d in range(num_devices)
     )
     critical = tuple(
@@ -214,7 +252,9 @@ def _timeline(jobs: list[Job], num_devices: int, unit: float, source: Source) ->
         if job.node in path
     )
     flops = sum(box.flops for d in devices for box in d.boxes())
-    return Timeline(VERSION, source, total * unit, num_devices, ("MB",), flops, 0.41, devices, critical)
+    return Timeline(
+        VERSION, source, total * unit, num_devices, ("MB",), flops, 0.41, devices, critical
+    )
 
 
 def _device(number: int, lanes: list[Lane], seconds: float) -> DeviceTimeline:

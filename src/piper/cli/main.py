@@ -142,7 +142,9 @@ def simulate(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Machines (default: as many as needed).")
     ] = None,
-    devices_per_node: Annotated[int | None, typer.Option(min=1, help="Devices per machine.")] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices per machine.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Lines of the critical path.")] = 8,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")
@@ -188,7 +190,9 @@ def view(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Machines (default: as many as needed).")
     ] = None,
-    devices_per_node: Annotated[int | None, typer.Option(min=1, help="Devices per machine.")] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices per machine.")
+    ] = None,
     traceback: Traceback = False,
 ) -> None:
     """Draw a step as a page to look around in, or as a static picture."""
@@ -224,7 +228,8 @@ def explain(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="WHAT", help='A node (17, or "F PP=1 MB=0"), a device ("device 1"), a step ("1#17").'
+            metavar="WHAT",
+            help='A node (17, or "F PP=1 MB=0"), a device ("device 1"), a step ("1#17").',
         ),
     ],
     config: ConfigPath,

@@ -14,7 +14,7 @@ import msgspec
 from piper.errors import PictureError
 from piper.simulate.timeline import Timeline
 from piper.visualize.files import write_text
-from piper.visualize.page_data import PageData, TimelineData, Window, timeline_data, windows
+from piper.visualize.page_data import PageData, links, timeline_data, windows
 
 MOST_BOXES = 300_000
 """How many boxes one page holds."""
@@ -42,10 +42,14 @@ def write_html(
             raise PictureError(f"timeline {name} has no boxes: there is nothing to draw")
     parts = windows(timelines, most_boxes)
     paths = [path.with_stem(f"{path.stem}-{i + 1}") if i else path for i in range(len(parts))]
+    waits = [links(timeline) for timeline in timelines]
     for i, (window, where) in enumerate(zip(parts, paths, strict=True)):
         only = None if len(parts) == 1 else window
-        data = PageData(_shown(timelines, names, only), [p.name for p in paths], i, unit)
-        write_text(where, page(data, title))
+        shown = [
+            timeline_data(timeline, name, mine, only)
+            for timeline, name, mine in zip(timelines, names, waits, strict=True)
+        ]
+        write_text(where, page(PageData(shown, [p.name for p in paths], i, unit), title))
     return tuple(paths)
 
 
@@ -65,10 +69,6 @@ def page(data: PageData, title: str) -> str:
         name, rest = piece.split("}}", 1)
         filled += [text[name], rest]
     return "".join(filled)
-
-
-def _shown(timelines: Sequence[Timeline], names: Sequence[str], window: Window | None) -> list[TimelineData]:
-    return [timeline_data(t, n, window) for t, n in zip(timelines, names, strict=True)]
 
 
 def _asset(name: str) -> str:

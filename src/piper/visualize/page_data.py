@@ -6,7 +6,7 @@ reader.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -124,10 +124,12 @@ class PageData(msgspec.Struct, frozen=True):
     passes: tuple[PassData, ...] = tuple(PassData(name, *look) for name, look in LOOKS.items())
 
 
-def timeline_data(timeline: Timeline, name: str, window: Window | None = None) -> TimelineData:
-    """What a page shows of *timeline*, under *name*: all of it, or what happens in *window*."""
+def timeline_data(
+    timeline: Timeline, name: str, waits: Sequence[tuple[int, ...]], window: Window | None = None
+) -> TimelineData:
+    """What a page shows of *timeline* with its :func:`links`, under *name*: all of it, or what happens in *window*."""
     begin, end = window or (0.0, timeline.seconds)
-    columns = _Columns(timeline, _links(timeline), begin, end, last=end >= timeline.seconds)
+    columns = _Columns(timeline, waits, begin, end, last=end >= timeline.seconds)
     devices = [columns.device(device) for device in timeline.devices]
     return TimelineData(
         name=name,
@@ -172,55 +174,86 @@ def outermost(box: Box, splits: frozenset[str]) -> tuple[str, int] | None:
 # ------------------------------------------------------------------ who waits for whom
 
 
-def _links(timeline: Timeline) -> list[tuple[int, ...]]:
-    """For each box, by number, the boxes whose end it waited for.
+def links(timeline: Timeline) -> list[tuple[int, ...]]:
+    """For each box, numbered stream by stream, the boxes whose end it waited for.
 
     A box knows nodes, and a node runs on several devices. Meant are those boxes of the node, on the box's own device or
     on one that it meets, that ended last before it started.
     """
-    numbered = [(d.device, box) for d in timeline.devices for box in d.boxes()]
-    of_node: dict[NodeId, dict[DeviceId, list[int]]] = defaultdict(lambda: defaultdict(list))
-    members: dict[str, list[DeviceId]] = defaultdict(list)
-    for i, (device, box) in enumerate(numbered):
-        of_node[box.node][device].append(i)
-        if box.meeting:
-            members[box.meeting].append(device)
-    boxes = [box for _, box in numbered]
-    slack = 1e-9 + 1e-9 * timeline.seconds
-    found = list[tuple[int, ...]]()
-    shared: dict[tuple[str, NodeId], tuple[int, ...]] = {}
-    for device, box in numbered:
-        mine = list[int]()
-        for node in box.waits_on:
-            places = of_node.get(node, {})
-            own = _last(places.get(device, ()), boxes, box, slack)
+    return _Links(timeline).find()
+
+
+@dataclass(slots=True)
+class _Ends:
+    """The boxes of one node on one device, by when they end."""
+
+    ends: list[float] = field(default_factory=list)
+    boxes: list[int] = field(default_factory=list)
+
+    def last_before(self, time: float, slack: float, but: int) -> list[tuple[float, int]]:
+        """When and which boxes other than number *but* end last, but before *time*."""
+        stop = bisect.bisect_right(self.ends, time + slack)
+        if stop and self.boxes[stop - 1] == but:
+            stop -= 1
+        if not stop:
+            return []
+        first = bisect.bisect_left(self.ends, self.ends[stop - 1] - slack, 0, stop)
+        return [(self.ends[k], self.boxes[k]) for k in range(first, stop)]
+
+
+class _Links:
+    """Finds who waits for whom."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._numbered = list(
+            enumerate((d.device, box) for d in timeline.devices for box in d.boxes())
+        )
+        self._slack = 1e-9 + 1e-9 * timeline.seconds
+        self._places: dict[NodeId, dict[DeviceId, _Ends]] = defaultdict(lambda: defaultdict(_Ends))
+        self._members: dict[str, list[DeviceId]] = defaultdict(list)
+        self._met: dict[tuple[str, NodeId], list[tuple[float, int]]] = {}
+        for i, (device, box) in sorted(self._numbered, key=lambda item: item[1][1].end):
+            ends = self._places[box.node][device]
+            ends.ends.append(box.end)
+            ends.boxes.append(i)
             if box.meeting:
-                if (box.meeting, node) not in shared:
-                    meet = [i for d in members[box.meeting] for i in places.get(d, ())]
-                    shared[box.meeting, node] = _last(meet, boxes, box, slack)
-                all_of_them = shared[box.meeting, node]
-                # Of several that ended together, the box's own says it all.
-                late = own and boxes[own[0]].end >= boxes[all_of_them[0]].end - slack
-                mine += own if late else all_of_them
-            elif own:
-                mine += own
-            else:
-                everywhere = [i for indices in places.values() for i in indices]
-                mine += _last(everywhere, boxes, box, slack)
-        found.append(tuple(dict.fromkeys(mine))[:SHOWN_WAITS])
-    return found
+                self._members[box.meeting].append(device)
 
+    def find(self) -> list[tuple[int, ...]]:
+        """See :func:`links`."""
+        found = list[tuple[int, ...]]()
+        for i, (device, box) in self._numbered:
+            mine = [j for node in box.waits_on for j in self._waited(i, device, box, node)]
+            found.append(tuple(dict.fromkeys(mine))[:SHOWN_WAITS])
+        return found
 
-def _last(
-    candidates: Iterable[int], boxes: Sequence[Box], box: Box, slack: float
-) -> tuple[int, ...]:
-    """Those of *candidates* that end last but before *box* starts; measured clocks may be off, so else the first to end."""
-    others = [i for i in candidates if boxes[i] is not box and boxes[i].start <= box.start]
-    before = [i for i in others if boxes[i].end <= box.start + slack]
-    if before:
-        end = max(boxes[i].end for i in before)
-        return tuple(i for i in before if boxes[i].end >= end - slack)
-    return (min(others, key=lambda i: boxes[i].end),) if others else ()
+    def _waited(self, number: int, device: DeviceId, box: Box, node: NodeId) -> list[int]:
+        """The boxes of *node* that box *number* waited for."""
+        places = self._places.get(node)
+        if places is None:
+            return []
+        own = self._last(number, box, [places[device]] if device in places else [])
+        if not box.meeting:
+            return [j for _, j in own or self._last(number, box, list(places.values()))]
+        if (met := self._met.get((box.meeting, node))) is None:
+            there = [places[d] for d in self._members[box.meeting] if d in places]
+            met = self._met[box.meeting, node] = self._last(number, box, there)
+        # Of several that ended together, the box's own says it all.
+        late = own and own[0][0] >= max(end for end, _ in met or own) - self._slack
+        return [j for _, j in (own if late else met)]
+
+    def _last(self, number: int, box: Box, places: Sequence[_Ends]) -> list[tuple[float, int]]:
+        """When and which of the boxes at *places* end last before *box* starts.
+
+        If none does, since the clocks of a measurement differ a little: the first to end of those that start before it.
+        """
+        ended = [e for place in places for e in place.last_before(box.start, self._slack, number)]
+        if ended:
+            latest = max(end for end, _ in ended)
+            return [(end, j) for end, j in ended if end >= latest - self._slack]
+        boxes = ((place.ends[0], place.boxes[0]) for place in places if place.boxes[0] != number)
+        started = [(end, j) for end, j in boxes if self._numbered[j][1][1].start <= box.start]
+        return [min(started)] if started else []
 
 
 # ------------------------------------------------------------------ columns

@@ -18,8 +18,10 @@ MOST_BOXES = 20_000
 """A picture with more boxes is refused: no reader could make them out, and few viewers open it."""
 
 NEUTRAL = "#7d8590"
-ROW, GAP, FONT, DIGIT = 24, 5, 11, 6.4
-"""Pixels: height of a row, space between rows, size of the letters, width of a digit."""
+ROW, GAP, DIGIT = 24, 5, 6.4
+"""Pixels: height of a row, space between rows, width of a digit."""
+
+_STYLE = 'role="img" font-size="11" font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif"'
 
 
 def write_svg(timeline: Timeline, path: Path, *, width: int = 960) -> None:
@@ -44,8 +46,7 @@ def svg(timeline: Timeline, *, width: int = 960) -> str:
     scale = (width - margin - 1) / timeline.seconds
     height = len(rows) * (ROW + GAP) + 26
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-        f' font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="{FONT}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" {_STYLE}>',
         f"<title>{escape(_summary(timeline))}</title>",
     ]
     for number, row in enumerate(rows):

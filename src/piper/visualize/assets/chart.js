@@ -61,7 +61,6 @@ class Chart {
     this.marks = new Uint8Array(timeline.n);
     this.hover = null;
     this.#elements();
-    this.layout();
   }
 
   #elements() {
@@ -87,8 +86,14 @@ class Chart {
     this.extent = make("div", "extent", this.rowsElement);
   }
 
-  /** Places the rows; to be called when options change. */
+  /** Places the rows; to be called when options change. Few rows are made up to 1.7 times as high, to use the space. */
   layout() {
+    this.#place(1);
+    const stretch = Math.min(1.7, (this.shown ?? 0) / this.height);
+    if (stretch > 1) this.#place(stretch);
+  }
+
+  #place(stretch) {
     const { communication, memory } = this.page.options;
     const most = this.timeline.devices.reduce((a, d) => Math.max(a, d.memory.peak), 0);
     this.rows = [];
@@ -98,14 +103,15 @@ class Chart {
       const top = y;
       for (const lane of device.lanes) {
         if (!lane.computes && !communication) continue;
-        const row = { lane, device, y, height: lane.computes ? TALL : LOW };
+        const row = { lane, device, y, height: Math.round(lane.computes ? TALL * stretch : LOW * Math.min(stretch, 1.25)) };
         this.rowOfLane[lane.number] = row;
         this.rows.push(row);
         y += row.height + 2;
       }
       if (memory && device.memory.times.length) {
-        this.rows.push({ memory: device.memory, device, y: y + 2, height: MEMORY, most });
-        y += MEMORY + 4;
+        const height = Math.round(MEMORY * stretch);
+        this.rows.push({ memory: device.memory, device, y: y + 2, height, most });
+        y += height + 4;
       }
       this.rows.push({ band: number % 2, device, y: top - GAP / 2, height: y - top + GAP });
       y += GAP;
@@ -127,6 +133,7 @@ class Chart {
     this.overview.style.width = `${this.width}px`;
     this.ratio = ratio;
     this.overviewPicture = null;
+    this.layout();
   }
 
   get scroll() { return this.rowsElement.scrollTop; }

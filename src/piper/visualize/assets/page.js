@@ -69,7 +69,6 @@ class Page {
   toggle(option) {
     this.options[option] = !this.options[option];
     byId(option).setAttribute("aria-pressed", this.options[option]);
-    for (const chart of this.charts) chart.layout();
     this.resize();
   }
 
@@ -310,16 +309,11 @@ class Page {
   /** The critical path by kind of work, the longest first. */
   #improve() {
     const t = this.timelines[0];
-    const kinds = new Map();
-    for (const i of t.path) {
-      const name = kind(t, i);
-      const entry = kinds.get(name) ?? { name, first: i, boxes: 0, length: 0 };
-      entry.boxes++;
-      entry.length += t.end[i] - t.start[i];
-      kinds.set(name, entry);
-    }
-    if (!kinds.size) return [];
-    const rows = [...kinds.values()].sort((a, b) => b.length - a.length).slice(0, 8).map(({ name, first, boxes, length }) => {
+    const kinds = sums(t, (i) => kind(t, i));
+    if (!kinds.length) return [];
+    // Many stages: first without their regions, since each alone is little.
+    const passes = kinds.length > 8 ? sums(t, (i) => kind(t, i).replace(/ \S+=\d+/g, "")) : [];
+    const body = (entries) => make("tbody", {}, ...entries.map(({ name, first, boxes, length }) => {
       const share = length / t.seconds;
       const go = () => this.select(this.charts[0], first, { show: true });
       return make("tr", { class: "link", style: `--share: ${100 * share}%`, onclick: go },
@@ -327,8 +321,8 @@ class Page {
         make("td", { class: "number" }, `${boxes} ×`),
         make("td", { class: "number" }, seconds(length)),
         make("td", { class: "number" }, percent(share)));
-    });
-    return [make("tbody", {}, ...rows)];
+    }));
+    return [...(passes.length ? [body(passes.slice(0, 6))] : []), body(kinds.slice(0, 8))];
   }
 
   #devices() {
@@ -349,7 +343,7 @@ class Page {
 
   /** Seconds and bytes of everything, by pass and operation. */
   #kinds() {
-    const sums = this.timelines.map((t) => {
+    const totals = this.timelines.map((t) => {
       const found = new Map();
       for (let i = 0; i < t.n; i++) {
         const name = `${t.strings[t.op[i]]}${t.strings[t.pass[i]] ? ` ${t.strings[t.pass[i]]}` : ""}`;
@@ -362,16 +356,16 @@ class Page {
       }
       return found;
     });
-    const names = [...new Set(sums.flatMap((found) => [...found.keys()]))]
-      .sort((a, b) => (sums[0].get(b)?.seconds ?? 0) - (sums[0].get(a)?.seconds ?? 0));
+    const names = [...new Set(totals.flatMap((found) => [...found.keys()]))]
+      .sort((a, b) => (totals[0].get(b)?.seconds ?? 0) - (totals[0].get(a)?.seconds ?? 0));
     const text = (entry, of) => (entry ? of(entry) : "–");
     const rows = names.map((name) => [
       name,
-      ...sums.map((found) => text(found.get(name), (e) => seconds(e.seconds))),
-      ...(sums.length > 1 ? [] : [text(sums[0].get(name), (e) => String(e.boxes))]),
-      text(sums[0].get(name), (e) => (e.bytes ? bytes(e.bytes) : "")),
+      ...totals.map((found) => text(found.get(name), (e) => seconds(e.seconds))),
+      ...(totals.length > 1 ? [] : [text(totals[0].get(name), (e) => String(e.boxes))]),
+      text(totals[0].get(name), (e) => (e.bytes ? bytes(e.bytes) : "")),
     ]);
-    return [this.#head("", ...(sums.length > 1 ? ["above", "below"] : ["time", "boxes"]), "bytes"), this.#body(rows)];
+    return [this.#head("", ...(totals.length > 1 ? ["above", "below"] : ["time", "boxes"]), "bytes"), this.#body(rows)];
   }
 
   #legend() {
@@ -386,6 +380,7 @@ class Page {
       ...PASSES.map((pass, i) => (used.has(i) ? entry(css(i, false), pass.meaning) : null)).filter(Boolean),
       make("span", {}, make("i", { class: "swatch", style: `background: linear-gradient(135deg, ${css(0, true)} 50%, ${css(1, true)} 50%)` }), "communication (pale)"),
       make("span", {}, make("i", { class: "swatch", style: "height: 3px; background: var(--critical)" }), "on the critical path"),
+      ...(this.timelines.some((t) => t.odd.includes(1)) ? [make("span", {}, "darker: every second stage of a device")] : []),
       ...(categories.size ? [make("span", {}, make("b", {}, "memory:"))] : []),
       ...[...categories].map(([name, colour]) => entry(colour, name)),
     );
@@ -483,7 +478,11 @@ class Mouse {
   constructor(page, chart) {
     Object.assign(this, { page, chart, drag: null });
     const { canvas, rowsElement, overview } = chart;
-    rowsElement.addEventListener("scroll", () => page.invalidate());
+    rowsElement.addEventListener("scroll", () => {
+      // Two charts with the same devices show the same ones.
+      for (const other of page.charts) if (other.height === chart.height) other.rowsElement.scrollTop = chart.scroll;
+      page.invalidate();
+    });
     rowsElement.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
     canvas.addEventListener("pointerdown", (event) => this.#down(event));
     canvas.addEventListener("pointermove", (event) => this.#move(event));
@@ -599,6 +598,19 @@ function nearest(t, lane, time) {
   const next = Math.min(t.firstEndingAfter(lane, time), lane.last - 1);
   if (next === lane.first || t.start[next] <= time) return next;
   return time - t.end[next - 1] <= t.start[next] - time ? next - 1 : next;
+}
+
+/** The boxes of the critical path by name, the longest sum first. */
+function sums(t, nameOf) {
+  const found = new Map();
+  for (const i of t.path) {
+    const name = nameOf(i);
+    const entry = found.get(name) ?? { name, first: i, boxes: 0, length: 0 };
+    entry.boxes++;
+    entry.length += t.end[i] - t.start[i];
+    found.set(name, entry);
+  }
+  return [...found.values()].sort((a, b) => b.length - a.length);
 }
 
 /** What a box is, whatever its microbatch: "F PP=1". */
