@@ -59,8 +59,8 @@ def page(data: PageData, title: str) -> str:
         "style": _asset("page.css"),
         "script": "\n".join(map(_asset, _SCRIPTS)),
         "title": html.escape(title),
-        # Within a script element, "</" could end it; JSON allows to write the slash with a backslash.
-        "data": msgspec.json.encode(data).decode().replace("</", "<\\/"),
+        # Within a script element "</script" and "<!--" have a meaning of their own; JSON can do without "<".
+        "data": msgspec.json.encode(data).decode().replace("<", "\\u003c"),
     }
     template = _asset("page.html")
     pieces = template.split("{{")

@@ -427,7 +427,7 @@ class Chart {
       const x = snap(times[i]);
       let best = i;
       for (i++; i < times.length && snap(times[i]) === x; i++) if (total[i] >= total[best]) best = i;
-      const until = i < times.length ? snap(times[i]) : this.x(this.timeline.until);
+      const until = i < times.length ? snap(times[i]) : this.x(Math.min(this.timeline.until, this.timeline.seconds));
       found.push([x, until, best]);
     }
     return found;

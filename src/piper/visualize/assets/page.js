@@ -535,7 +535,8 @@ class Mouse {
     chart.hover = chart.hit(event.offsetX, event.offsetY);
     const memory = chart.hover < 0 ? chart.hitMemory(event.offsetX, event.offsetY) : null;
     chart.rowsElement.classList.toggle("over", chart.hover >= 0);
-    if (chart.hover >= 0) page.tip(event.clientX, event.clientY, ...page.boxTip(chart, chart.hover));
+    const known = page.selection?.chart === chart && page.selection.box === chart.hover; // its facts are in the panel
+    if (chart.hover >= 0 && !known) page.tip(event.clientX, event.clientY, ...page.boxTip(chart, chart.hover));
     else if (memory) page.tip(event.clientX, event.clientY, ...page.memoryTip(memory));
     else page.tip();
     page.invalidate();
