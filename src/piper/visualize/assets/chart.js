@@ -13,6 +13,7 @@ class View {
     this.from = from;
     this.until = until;
     this.changed = changed;
+    this.goal = null; // where a movement leads
     this.t0 = from;
     this.t1 = this.latest;
   }
@@ -23,6 +24,27 @@ class View {
 
   /** Show [t0, t1], moved and cut to what there is. */
   show(t0, t1) {
+    cancelAnimationFrame(this.gliding);
+    this.goal = null;
+    this.#set(t0, t1);
+  }
+
+  /** The same, in a short movement. */
+  glide(t0, t1) {
+    cancelAnimationFrame(this.gliding);
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) { this.show(t0, t1); return; }
+    this.goal = [t0, t1];
+    const a0 = this.t0, a1 = this.t1, begin = performance.now();
+    const step = (now) => {
+      const s = Math.min(1, Math.max(0, now - begin) / 140), eased = 1 - (1 - s) ** 3;
+      this.#set(a0 + (t0 - a0) * eased, a1 + (t1 - a1) * eased);
+      if (s < 1) this.gliding = requestAnimationFrame(step);
+      else this.goal = null;
+    };
+    this.gliding = requestAnimationFrame(step);
+  }
+
+  #set(t0, t1) {
     const whole = this.latest - this.from;
     const length = Math.min(whole, Math.max(t1 - t0, whole * 1e-7, 2e-9));
     const centre = (t0 + t1) / 2;
@@ -31,22 +53,17 @@ class View {
     this.changed();
   }
 
-  /** The same, in a short movement. */
-  glide(t0, t1) {
-    cancelAnimationFrame(this.gliding);
-    if (matchMedia("(prefers-reduced-motion: reduce)").matches) { this.show(t0, t1); return; }
-    const a0 = this.t0, a1 = this.t1, begin = performance.now();
-    const step = (now) => {
-      const s = Math.min(1, Math.max(0, now - begin) / 140), eased = 1 - (1 - s) ** 3;
-      this.show(a0 + (t0 - a0) * eased, a1 + (t1 - a1) * eased);
-      if (s < 1) this.gliding = requestAnimationFrame(step);
-    };
-    this.gliding = requestAnimationFrame(step);
+  /** Zoom by a factor, keeping the time `at` (by default the middle) where it is; from where a movement leads, if one is under way. */
+  zoomed(factor, at = null) {
+    const [t0, t1] = this.goal ?? [this.t0, this.t1];
+    const fixed = at ?? (t0 + t1) / 2;
+    return [fixed - (fixed - t0) / factor, fixed + (t1 - fixed) / factor];
   }
 
-  /** Zoom by a factor, keeping the time `at` where it is. */
-  zoomed(factor, at = (this.t0 + this.t1) / 2) {
-    return [at - (at - this.t0) / factor, at + (this.t1 - at) / factor];
+  /** Go sideways by a share of what is shown, in the same way. */
+  shifted(share) {
+    const [t0, t1] = this.goal ?? [this.t0, this.t1], by = share * (t1 - t0);
+    return [t0 + by, t1 + by];
   }
 
   move(by) { this.show(this.t0 + by, this.t1 + by); }

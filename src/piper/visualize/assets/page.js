@@ -423,12 +423,11 @@ class Page {
     if (event.target.matches("input, dialog *") || byId("help").open || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === "Enter" && event.target.closest("button, a")) return;
     const { view } = this;
-    const far = view.length / 5;
     const actions = {
       "+": () => view.glide(...view.zoomed(2)), "=": () => view.glide(...view.zoomed(2)), w: () => view.glide(...view.zoomed(2)),
       "-": () => view.glide(...view.zoomed(0.5)), s: () => view.glide(...view.zoomed(0.5)),
       0: () => view.glide(view.from, view.latest),
-      a: () => view.glide(view.t0 - far, view.t1 - far), d: () => view.glide(view.t0 + far, view.t1 + far),
+      a: () => view.glide(...view.shifted(-0.2)), d: () => view.glide(...view.shifted(0.2)),
       c: () => this.toggle("critical"), o: () => this.toggle("communication"), m: () => this.toggle("memory"),
       t: () => this.toggleTheme(), "?": () => byId("help").showModal(), "/": () => byId("search").focus(),
       "[": () => this.follow("before"), "]": () => this.follow("after"),
