@@ -36,7 +36,7 @@ def test_version(piper):
 
 
 def test_every_command_has_a_help(piper):
-    commands = ("train", "plan", "check", "doctor")
+    commands = ("train", "plan", "view", "check", "doctor")
     listed = piper("--help").stdout
     for command in commands:
         assert command in listed
