@@ -120,7 +120,11 @@ class _Explainer:
             number = self.dag.replications[chunk.replication].directive
             yield f"{chunk.label}: directive {number}, {self.dag.directives[number]}"
         if not known:
-            yield f"{chunk.label}: no Place names it" if self.strategy else "(by the plan; the strategy is not known here)"
+            yield (
+                f"{chunk.label}: no Place names it"
+                if self.strategy
+                else "(by the plan; the strategy is not known here)"
+            )
 
     def _before(self, node: Node) -> Iterator[str]:
         dag = self.dag
@@ -140,13 +144,12 @@ class _Explainer:
                     else "the model's order"
                 )
                 lines.append(f"  after node {edge.before} [{dag.nodes[edge.before].label}]: {said}")
-        for before in dag.predecessors[node.id]:
-            if before not in data and not any(
-                e.before == before and e.after == node.id for e in dag.order
-            ):
-                lines.append(
-                    f"  after node {before} [{dag.nodes[before].label}]: it reads what this node overwrites"
-                )
+        ordered = {e.before for e in dag.order if e.after == node.id}
+        lines += [
+            f"  after node {n} [{dag.nodes[n].label}]: it reads what this node overwrites"
+            for n in dag.predecessors[node.id]
+            if n not in data and n not in ordered
+        ]
         yield from lines[:_SHOWN]
         if len(lines) > _SHOWN:
             yield f"  … and {len(lines) - _SHOWN} more"
@@ -184,9 +187,7 @@ class _Explainer:
         line = next(d for d in self.timeline.devices if d.device == mine.device)
         yield f"device {device}: {len(mine.instructions)} instructions on {len({i.stream for i in mine.instructions})} streams"
         yield f"  computes {line.busy:.6g}, bubble {line.bubble:.1%}, exposed communication {line.exposed:.6g}, peak {line.peak} bytes"
-        chunks = [
-            n for n in self.dag.chunks() if not n.derived and mine.device in n.participants
-        ]
+        chunks = [n for n in self.dag.chunks() if not n.derived and mine.device in n.participants]
         for number, directive in enumerate(self.strategy):
             if isinstance(directive, (Place, Order)) and self._concerns(directive, chunks):
                 yield f"  directive {number}, {directive.describe()}"

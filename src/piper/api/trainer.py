@@ -24,6 +24,9 @@ from piper.runtime.state import (
     from_user_names,
     to_user_names,
 )
+from piper.simulate.measured import measured_timeline
+from piper.simulate.memory import account
+from piper.simulate.timeline import Timeline
 
 BATCHES_PER_CALL = 16
 """Batches of an iterable that are shipped to the workers at once."""
@@ -133,6 +136,40 @@ class Trainer:
             if on_steps is not None:
                 on_steps(done)
         return results
+
+    def profile(
+        self, inputs: object, targets: object, *, steps: int = 5, ranges: bool = False
+    ) -> Timeline:
+        """*steps* training steps on the global batch ``(inputs, targets)``, which train like any other; when every instruction of the quickest
+        one ran, on which device. Memory is what the plan says. *ranges*: chunks and messages are ranges of
+        :mod:`torch.profiler`, named by their nodes.
+
+        Raises what :meth:`step` raises.
+        """
+        if steps < 1:
+            raise BatchError(f"steps is at least 1, found {steps}")
+        batch = (inputs, targets)
+        if self._kept_steps:
+            raise StateError("gradients are kept from step(update=False); update before profiling")
+        self._train = program = self._programs.training(batch)
+        self._load(program)
+        with self._closing_on_error():
+            found = self._backend.profile(
+                program.key,
+                [batch] * steps,
+                first_step=self._step,
+                seed=_seed_of_call(self._seed, 0),
+                ranges=ranges,
+            )
+        self._step += steps
+        quickest = min(range(steps), key=lambda i: found.steps[i].seconds)
+        return measured_timeline(
+            program.plan,
+            found.spans[quickest],
+            account(program.plan),
+            host_blocks=True,
+            clock_error=found.clock_error,
+        )
 
     def evaluate(self, inputs: object, targets: object) -> TrainResult:
         """The loss of the batch in evaluation mode, without any update; any batch size.

@@ -4,6 +4,7 @@ A backend owns one worker per device. The driver loads plans, gives the workers 
 steps; whatever a step needs was shipped before it. One driver thread uses a backend at a time.
 """
 
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from piper.ops.write_buffer import WriteBuffer
 from piper.plan.model import DevicePlan, Plan
 from piper.registry import Registry
 from piper.runtime.batch import Batch, Data, FixedBatches, Signature, signature
+from piper.runtime.record import Clock, Spans
 from piper.runtime.state import (
     OptimizerSnapshot,
     OptimizerSpec,
@@ -40,7 +42,9 @@ from piper.runtime.state import (
     merge_slices,
     per_element,
 )
-from piper.runtime.worker import WorkerRun
+from piper.runtime.worker import WorkerProfile, WorkerRun
+
+_CLOCK_READINGS = 20
 
 PlanKey: TypeAlias = str
 """The driver's name for a loaded plan."""
@@ -70,6 +74,17 @@ class RunResult:
     steps: tuple[StepResult, ...]
     stopped_at: int | None = None
     signature: Signature | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """Recorded steps: what they reported, and per step and device when each instruction ran, on the clock of device 0, which is known to
+    ``clock_error`` seconds (0 where all workers share one clock).
+    """
+
+    steps: tuple[StepResult, ...]
+    spans: tuple[tuple[Spans, ...], ...]
+    clock_error: float
 
 
 class Backend(Protocol):
@@ -130,6 +145,19 @@ class Backend(Protocol):
         *data* is a list of global batches, one per step (*num_steps* may be left out), or a
         function of the step that is called by the workers that load inputs. A step whose batch has
         another signature than the plan ends the run before that step, on all devices alike.
+        """
+
+    def profile(
+        self,
+        key: PlanKey,
+        batches: Sequence[Batch],
+        *,
+        first_step: int,
+        seed: int = 0,
+        ranges: bool = False,
+    ) -> RecordedRun:
+        """Like :meth:`run` on *batches*, which have the plan's signature, with every instruction's start and end
+        recorded; *ranges*: they are ranges of torch's profiler too.
         """
 
     def snapshot(self, *, optimizer: bool = True) -> StateSnapshot:
@@ -355,6 +383,60 @@ class WorkerBackend(ABC):
         merged = _merge([_as_run(r) for r in self._call_all("run", arguments)])
         return merged if stopped is None else RunResult(merged.steps, stopped, found)
 
+    def profile(
+        self,
+        key: PlanKey,
+        batches: Sequence[Batch],
+        *,
+        first_step: int,
+        seed: int = 0,
+        ranges: bool = False,
+    ) -> RecordedRun:
+        """See :class:`Backend`."""
+        known = self._known[key]
+        assert all(signature(batch) == known.signature for batch in batches)
+        offsets, error = self._clock_offsets()
+        shared = self._share(FixedBatches(first_step, batches))
+        arguments = [
+            {
+                "key": key,
+                "data": shared if _loads_inputs(mine) else None,
+                "first_step": first_step,
+                "num_steps": len(batches),
+                "seed": seed,
+                "ranges": ranges,
+            }
+            for mine in _by_device(known.plan)
+        ]
+        profiles = [_as_profile(r) for r in self._call_all("profile", arguments)]
+        merged = _merge([WorkerRun(profile.steps) for profile in profiles])
+        spans = zip(
+            *(
+                [_shifted(s, offset) for s in profile.spans]
+                for profile, offset in zip(profiles, offsets, strict=True)
+            ),
+            strict=True,
+        )
+        return RecordedRun(merged.steps, tuple(spans), error)
+
+    def _clock_offsets(self) -> tuple[list[float], float]:
+        """What each worker's clock is ahead of device 0's, and by how much that may be wrong.
+
+        A worker reads its clock between the driver's call and the answer; of several calls the quickest says most (Cristian, 1989). Workers on one machine share its clock.
+        """
+        nothing: list[Mapping[str, object]] = [{}] * self._num_devices
+        best, ahead = float("inf"), [0.0] * self._num_devices
+        for _ in range(_CLOCK_READINGS):
+            asked = time.perf_counter()
+            clocks = [_as_clock(c) for c in self._call_all("clock", nothing)]
+            answered = time.perf_counter()
+            if len({clock.machine for clock in clocks}) == 1:
+                return [0.0] * self._num_devices, 0.0
+            if answered - asked < best:
+                best = answered - asked
+                ahead = [clock.seconds - (asked + answered) / 2 for clock in clocks]
+        return [offset - ahead[0] for offset in ahead], best
+
     def snapshot(self, *, optimizer: bool = True) -> StateSnapshot:
         """See :class:`Backend`."""
         holdings = self._initialised()
@@ -508,6 +590,25 @@ def _check_weights(weights: Mapping[str, torch.Tensor], holdings: _Holdings) -> 
 def _as_run(result: object) -> WorkerRun:
     assert isinstance(result, WorkerRun)
     return result
+
+
+def _as_profile(result: object) -> WorkerProfile:
+    assert isinstance(result, WorkerProfile)
+    return result
+
+
+def _as_clock(result: object) -> Clock:
+    assert isinstance(result, Clock)
+    return result
+
+
+def _shifted(spans: Spans, ahead: float) -> Spans:
+    """*spans* of a clock that is *ahead*, on the other clock."""
+    if not ahead:
+        return spans
+    begin = tuple(t - ahead if t else t for t in spans.begin)
+    end = tuple(t - ahead if t else t for t in spans.end)
+    return Spans(begin, end, spans.began - ahead, spans.finished - ahead)
 
 
 def _as_snapshot(result: object) -> StateSnapshot:

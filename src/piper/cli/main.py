@@ -211,16 +211,13 @@ def profile(
         Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write the profile.")
     ] = Path("profile.json"),
     repeats: Annotated[int, typer.Option(min=1, help="Times that each chunk is run.")] = 10,
-    links: Annotated[
-        bool, typer.Option("--links/--no-links", help="Measure messages between processes too.")
-    ] = True,
     traceback: Traceback = False,
 ) -> None:
     """Measure how long the strategy's chunks and messages take on this machine, for `piper simulate --profile`."""
     with _reporting(traceback):
         from piper.cli.profile import profile as run
 
-        run(config, Console(), output, repeats=repeats, links=links)
+        run(config, Console(), output, repeats=repeats)
 
 
 @app.command()

@@ -21,6 +21,17 @@ class TorchDevice(Device, Protocol):
     def abandon(self) -> None:
         """Forget what is in flight, after a failure."""
 
+    def start_clock(self) -> float:
+        """Begin to take times; the host's ``time.perf_counter()`` by now."""
+
+    def mark(self) -> object:
+        """The point in time at which the current stream gets here."""
+
+    def seconds(self, mark: object) -> float:
+        """What the host's ``time.perf_counter()`` was at *mark*, which was taken since :meth:`start_clock` and has been
+        synchronized with.
+        """
+
 
 DeviceFactory: TypeAlias = Callable[[int], TorchDevice]
 """Takes the index of the device on its machine."""

@@ -1,5 +1,6 @@
 """The CPU: computes where it is told to, keeps communication in flight per stream."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import ClassVar
@@ -115,6 +116,19 @@ class CpuDevice(TensorOperations):
         for queue in self._queues.values():
             queue.flying.clear()
             queue.completed = 0
+
+    def start_clock(self) -> float:
+        """The host's clock is the device's."""
+        return time.perf_counter()
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def seconds(self, mark: object) -> float:
+        """Marks are times."""
+        assert isinstance(mark, float)
+        return mark
 
     def _queue(self, stream: Stream) -> _Queue:
         return self._queues.setdefault(stream, _Queue())

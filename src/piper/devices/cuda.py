@@ -1,5 +1,6 @@
 """CUDA GPUs. Not yet run on a GPU."""
 
+import time
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -32,6 +33,8 @@ class CudaDevice(TensorOperations):
         torch.cuda.set_device(index)
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._events: dict[EventId, torch.cuda.Event] = {}
+        self._began: torch.cuda.Event | None = None
+        self._began_at = 0.0
 
     def on_stream(
         self,
@@ -80,6 +83,27 @@ class CudaDevice(TensorOperations):
 
     def abandon(self) -> None:
         """Nothing is kept on the host."""
+
+    def start_clock(self) -> float:
+        """An event whose time on the host's clock is known, since the GPU is idle."""
+        torch.cuda.synchronize(self.torch_device)
+        self._began = self.mark()
+        torch.cuda.synchronize(self.torch_device)
+        self._began_at = time.perf_counter()
+        return self._began_at
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def seconds(self, mark: object) -> float:
+        """From the event that :meth:`start_clock` recorded."""
+        assert isinstance(mark, torch.cuda.Event)
+        assert self._began is not None, "start_clock comes before mark"
+        milliseconds: float = self._began.elapsed_time(mark)
+        return self._began_at + milliseconds / 1e3
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         if stream not in self._streams:

@@ -27,6 +27,7 @@ from piper.ops.base import (
 from piper.plan.model import DevicePlan, Plan, SlotInfo
 from piper.runtime.code import chunk_function
 from piper.runtime.context import Context
+from piper.runtime.record import Recorder
 from piper.runtime.state import ModelState
 
 Closure: TypeAlias = Callable[[], None]
@@ -82,7 +83,8 @@ class Step:
 class Program:
     """One device's plan, bound: :meth:`run` executes one training step.
 
-    *constants* are buffers that this plan alone has.
+    *constants* are buffers that this plan alone has. *recorded*: the closures note when they run, for :attr:`recorder`; *ranges*: they are
+    ranges of torch's profiler too.
 
     Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and
     instruction, with the original as its cause; :class:`CommunicationError` and
@@ -100,6 +102,8 @@ class Program:
         context: Context,
         communicators: Mapping[CommunicatorId, Communicator],
         constants: Mapping[str, torch.Tensor],
+        recorded: bool = False,
+        ranges: bool = False,
     ) -> None:
         self._plan = plan
         self._mine = mine
@@ -115,7 +119,11 @@ class Program:
         )
         self._slots = binding.slots
         self._transient = [n for n, i in enumerate(mine.slots) if i.role not in STATE]
-        self._steps = list(_bind(mine.instructions, binding))
+        self.recorder: Recorder | None = None
+        if recorded:
+            count = len(mine.instructions)
+            self.recorder = Recorder(device, count, self._range_name, ranges=ranges)
+        self._steps = list(_bind(mine.instructions, binding, self.recorder))
         self._closures = [step.run for step in self._steps]
 
     def run(self) -> None:
@@ -134,6 +142,10 @@ class Program:
             self._abandon()
             raise failure from error
         self._check_empty()
+
+    def _range_name(self, instruction: Instruction) -> str:
+        node = self._plan.dag.nodes.get(instruction.node)
+        return instruction.op if node is None else f"{instruction.op} {node.label}"
 
     def _abandon(self) -> None:
         self._device.abandon()
@@ -212,7 +224,9 @@ def _nothing() -> None:
     """Only the event is of interest."""
 
 
-def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
+def _bind(
+    instructions: Sequence[Instruction], binding: Binding, recorder: Recorder | None = None
+) -> list[Step]:
     """The closures of *instructions*, with the waits that order work within one stream."""
     device = binding.device
     flying: dict[Stream, set[Slot]] = {}
@@ -230,6 +244,8 @@ def _bind(instructions: Sequence[Instruction], binding: Binding) -> list[Step]:
             if instruction.record is None:
                 continue
             launch = _nothing
+        elif recorder is not None and (instruction.reads() or instruction.writes()):
+            launch = recorder.around(number, instruction, launch)
         if instruction.asynchronous:
             written.update(instruction.writes())
         closure = device.on_stream(

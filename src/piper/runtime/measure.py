@@ -306,7 +306,17 @@ class MeasuringWorker(Worker):
 
         return build
 
-    def _program(self, loaded: _Loaded, device: TorchDevice, state: ModelState) -> Program:
+    def _program(
+        self,
+        loaded: _Loaded,
+        device: TorchDevice,
+        state: ModelState,
+        *,
+        recorded: bool = False,
+        ranges: bool = False,
+    ) -> Program:
+        assert not recorded, "counting memory takes time: times are measured by themselves"
+        assert not ranges
         return MeasuredProgram(
             meter=self._meter,
             optimizer=lambda: self._optimizer,

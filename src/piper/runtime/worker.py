@@ -24,6 +24,7 @@ from piper.runtime.batch import (
 )
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Program
+from piper.runtime.record import Clock, Spans, read_clock
 from piper.runtime.state import ModelState, OptimizerSpec, Slice, StateSnapshot, Weights
 
 CommunicatorFactory: TypeAlias = Callable[[CommunicatorId, tuple[DeviceId, ...]], Communicator]
@@ -44,6 +45,14 @@ class WorkerStep:
     step: int
     values: dict[str, dict[int, float]]
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """Steps whose instructions were recorded, in order, with what each reported."""
+
+    steps: tuple[WorkerStep, ...]
+    spans: tuple[Spans, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +170,52 @@ class Worker:
                 loaded.context.leaves = {}
                 return WorkerRun(tuple(done), step, found)
             assert agree or found is None, "the driver checked the batch"
-            self._state.begin_step(step)
-            loaded.context.step, loaded.context.seed = step, seed
-            loaded.program.run()
-            loaded.context.leaves = {}
-            seconds = time.perf_counter() - began
-            done.append(WorkerStep(step, loaded.context.take(), seconds))
+            done.append(self._step(loaded, loaded.program, step, seed, began))
         return WorkerRun(tuple(done))
+
+    def profile(
+        self,
+        key: str,
+        data: Data | None,
+        *,
+        first_step: int,
+        num_steps: int,
+        seed: int,
+        ranges: bool,
+    ) -> WorkerProfile:
+        """Like :meth:`run`, on batches that the driver checked, with every instruction recorded."""
+        loaded = self._plans[key]
+        assert self._state is not None
+        program = self._program(
+            loaded, self._make_device(), self._state, recorded=True, ranges=ranges
+        )
+        assert program.recorder is not None
+        done: list[WorkerStep] = []
+        spans: list[Spans] = []
+        for step in range(first_step, first_step + num_steps):
+            began = time.perf_counter()
+            found = self._load_batch(loaded, data, step)
+            assert found is None, "the driver checked the batch"
+            program.recorder.start()
+            done.append(self._step(loaded, program, step, seed, began))
+            spans.append(program.recorder.spans())
+        return WorkerProfile(tuple(done), tuple(spans))
+
+    def clock(self) -> Clock:
+        """This process's clock."""
+        return read_clock()
+
+    def _step(
+        self, loaded: _Loaded, program: Program, step: int, seed: int, began: float
+    ) -> WorkerStep:
+        """One step, whose batch is in the context."""
+        assert self._state is not None
+        self._state.begin_step(step)
+        loaded.context.step, loaded.context.seed = step, seed
+        program.run()
+        loaded.context.leaves = {}
+        seconds = time.perf_counter() - began
+        return WorkerStep(step, loaded.context.take(), seconds)
 
     def snapshot(
         self, names: Sequence[str], *, optimizer: bool, everything: bool = False
@@ -185,7 +233,15 @@ class Worker:
         if name not in self._communicators:
             self._communicators[name] = self._make_communicator(name, members)
 
-    def _program(self, loaded: _Loaded, device: TorchDevice, state: ModelState) -> Program:
+    def _program(
+        self,
+        loaded: _Loaded,
+        device: TorchDevice,
+        state: ModelState,
+        *,
+        recorded: bool = False,
+        ranges: bool = False,
+    ) -> Program:
         return Program(
             plan=loaded.plan,
             mine=loaded.mine,
@@ -194,6 +250,8 @@ class Worker:
             context=loaded.context,
             communicators=self._communicators,
             constants=loaded.constants,
+            recorded=recorded,
+            ranges=ranges,
         )
 
     def _load_batch(self, loaded: _Loaded, data: Data | None, step: int) -> Signature | None:

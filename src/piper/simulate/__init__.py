@@ -7,29 +7,17 @@ the result as data.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from piper.ids import COMPUTE, DeviceId, NodeId, Stream
-from piper.ops.base import Instruction, Rendezvous
+from piper.ids import DeviceId, NodeId
+from piper.ops.base import Instruction
 from piper.ops.compute import Compute
 from piper.pausing import collector_paused
 from piper.plan.costs import Costs, UnitCosts, hardware
-from piper.plan.memory import DeviceMemory
-from piper.plan.model import DevicePlan, Plan
+from piper.plan.model import Plan
 from piper.plan.topology import Port, Topology, Traffic, traffic
-from piper.plan.work import body_work
-from piper.simulate.critical import critical_path, waited_on
-from piper.simulate.describe import describe
-from piper.simulate.engine import NOTHING, Flow, Run, run
+from piper.simulate.build import build_timeline, meeting_bytes, touched
+from piper.simulate.engine import Flow, run
 from piper.simulate.memory import OptimizerBytes, account
-from piper.simulate.timeline import (
-    VERSION,
-    Box,
-    DeviceTimeline,
-    Lane,
-    MemoryCurve,
-    Source,
-    Timeline,
-    busy_and_exposed,
-)
+from piper.simulate.timeline import Timeline
 
 __all__ = ["simulate"]
 
@@ -55,7 +43,7 @@ def simulate(
         timing = _Timing(plan, chosen, chosen.topology_for(plan.num_devices))
         found = run(plan, timing)
         memory = account(plan, optimizer_bytes, frame_bytes=frame_bytes)
-        return _Builder(plan, found, timing).build(memory, chosen.peak_flops)
+        return build_timeline(plan, found, memory, peak=chosen.peak_flops)
 
 
 @dataclass
@@ -71,7 +59,6 @@ class _Timing:
 
     def __post_init__(self) -> None:
         self.host_blocks, self.launch = self.costs.host_blocks, self.costs.launch
-        self._slots = [mine.slots for mine in self.plan.devices]
         self._present = {mine.device for mine in self.plan.devices if mine.instructions}
 
     def local(self, device: DeviceId, instruction: Instruction) -> float:
@@ -84,13 +71,8 @@ class _Timing:
                 seconds = self.costs.chunk(self.plan.dag, self.plan.bindings, chunk)  # type: ignore[arg-type]
                 self._chunks[node] = seconds
             return seconds
-        nbytes = self.touched(device, instruction)
+        nbytes = touched(self.plan.devices[device], instruction)
         return self.costs.local(instruction.op, nbytes) if nbytes else 0.0
-
-    def touched(self, device: DeviceId, instruction: Instruction) -> int:
-        """Bytes of what an instruction reads and writes."""
-        slots = self._slots[device]
-        return sum(slots[s].message.nbytes for s in (*instruction.reads(), *instruction.writes()))
 
     def flow(self, members: Sequence[tuple[DeviceId, Instruction]]) -> Flow:
         """By the topology."""
@@ -131,123 +113,3 @@ class _Timing:
 
 _ROLES = {"transfer": "send"}
 """A node's kind → the role of its rendezvous, where they differ."""
-
-
-def meeting_bytes(meeting: Rendezvous) -> int:
-    """Bytes of what crosses."""
-    return sum(message.nbytes for message in meeting.messages)
-
-
-class _Builder:
-    """From the engine's outcome to a timeline."""
-
-    def __init__(self, plan: Plan, found: Run, timing: _Timing) -> None:
-        self.plan, self.run, self.timing = plan, found, timing
-        self.work = {name: body_work(body, plan.bindings) for name, body in plan.dag.bodies.items()}
-        self.path = critical_path(plan, found)
-        self.critical = {(link.device, link.position) for link in self.path}
-        self.seconds = max(found.end, default=0.0)
-
-    def build(self, memory: Sequence[DeviceMemory], peak: float | None) -> Timeline:
-        """The whole timeline."""
-        stands_for = {role[0]: role for role in self.plan.represented()}
-        devices = tuple(
-            self._device(mine, stands_for[mine.device], memory[mine.device])
-            for mine in self.plan.devices
-            if mine.device in stands_for
-        )
-        flops = sum(b.flops * len(d.stands_for) for d in devices for b in d.boxes())
-        whole = self.seconds * self.plan.num_devices * (peak or 0.0)
-        return Timeline(
-            version=VERSION,
-            source=Source.SIMULATED,
-            seconds=self.seconds,
-            num_devices=self.plan.num_devices,
-            splits=tuple(split.name for split in self.plan.dag.splits),
-            flops=flops,
-            mfu=flops / whole if whole else None,
-            devices=devices,
-            critical_path=self.path,
-        )
-
-    def _device(
-        self, mine: DevicePlan, stands_for: tuple[DeviceId, ...], memory: DeviceMemory
-    ) -> DeviceTimeline:
-        lanes: dict[Stream, list[Box]] = {COMPUTE: []}
-        first = self.run.offsets[mine.device]
-        for position, instruction in enumerate(mine.instructions):
-            lane = lanes.setdefault(instruction.stream, [])
-            takes_time = self.run.end[first + position] > self.run.start[first + position]
-            if takes_time and (instruction.reads() or instruction.writes()):
-                lane.append(self._box(mine.device, position, instruction))
-        made = tuple(Lane(stream, tuple(boxes)) for stream, boxes in lanes.items() if boxes)
-        busy, bubble, exposed = busy_and_exposed(made, self.seconds)
-        return DeviceTimeline(
-            device=mine.device,
-            stands_for=stands_for,
-            lanes=made,
-            memory=self._curve(mine.device, memory),
-            busy=busy,
-            bubble=bubble,
-            exposed=exposed,
-            peak=memory.peak,
-            peak_by_category={c.value: n for c, n in memory.by_category.items() if n},
-        )
-
-    def _box(self, device: DeviceId, position: int, instruction: Instruction) -> Box:
-        place = self.run.offsets[device] + position
-        meeting = instruction.rendezvous()
-        described = describe(self.plan, instruction)
-        flops, nbytes = 0.0, 0
-        if isinstance(instruction, Compute):
-            work = self.work[instruction.body]
-            flops, nbytes = work.flops, work.nbytes
-        elif meeting is not None:
-            nbytes = meeting_bytes(meeting)
-        else:
-            nbytes = self.timing.touched(device, instruction)
-        number = self.run.meeting[place]
-        return Box(
-            position=position,
-            node=instruction.node,
-            op=instruction.op,
-            label=described.label,
-            pass_=described.pass_,
-            tags=described.tags,
-            microbatch=described.microbatch,
-            start=self.run.start[place],
-            end=self.run.end[place],
-            nbytes=nbytes,
-            flops=flops,
-            waits_on=waited_on(self.run, place),
-            critical=(device, position) in self.critical,
-            meeting=""
-            if number == NOTHING or meeting is None
-            else f"{meeting.communicator}#{number}",
-        )
-
-    def _curve(self, device: DeviceId, memory: DeviceMemory) -> MemoryCurve:
-        """Memory after each instruction, at the time at which it is complete; of communication, issued."""
-        return curve(memory, [self._when(place) for place in self.run.places(device)])
-
-    def _when(self, place: int) -> float:
-        asynchronous = self.run.meeting[place] != NOTHING
-        return self.run.start[place] if asynchronous else self.run.end[place]
-
-
-def curve(memory: DeviceMemory, times: Sequence[float]) -> MemoryCurve:
-    """The points at which *memory* changes; instruction i has its effect at ``times[i]``, but never before the instructions before it."""
-    columns = {c.value: values for c, values in memory.curves.items()}
-    kept: list[int] = []
-    now: list[float] = []
-    latest = 0.0
-    before: tuple[int, ...] | None = None
-    for i, row in enumerate(zip(*columns.values(), strict=True)):
-        latest = max(latest, times[i])
-        if row != before:
-            kept.append(i)
-            now.append(latest)
-            before = row
-    return MemoryCurve(
-        tuple(now), {name: tuple(values[i] for i in kept) for name, values in columns.items()}
-    )

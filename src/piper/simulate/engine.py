@@ -82,6 +82,49 @@ class Run:
         return range(self.offsets[device], self.offsets[device + 1])
 
 
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """What a plan's instructions wait for, by place: ``sources`` are the places that must be complete, besides what the host does before;
+    ``members`` the places of each rendezvous.
+    """
+
+    run: Run
+    sources: list[list[Place]]
+    members: list[list[Place]]
+
+
+def connect(plan: Plan, *, host_blocks: bool) -> Connections:
+    """The connections of *plan* on one kind of device, and a :class:`Run` to be filled in."""
+    engine = _Engine(plan, _Untimed(host_blocks))
+    sources: list[list[Place]] = [[] for _ in engine.result.instructions]
+    for lists in (engine.dependants, engine.gated):
+        for source, places in enumerate(lists):
+            for place in places:
+                sources[place].append(source)
+    members: list[list[Place]] = [[] for _ in engine.meetings]
+    for place, number in enumerate(engine.result.meeting):
+        if number != NOTHING:
+            members[number].append(place)
+    return Connections(engine.result, sources, members)
+
+
+@dataclass(frozen=True, slots=True)
+class _Untimed:
+    """A :class:`Timing` that is asked for nothing."""
+
+    host_blocks: bool
+    launch: float = 0.0
+
+    def local(self, device: DeviceId, instruction: Instruction) -> float:
+        raise NotImplementedError
+
+    def flow(self, members: Sequence[tuple[DeviceId, Instruction]]) -> Flow:
+        raise NotImplementedError
+
+    def bandwidth(self, port: Port) -> float:
+        raise NotImplementedError
+
+
 def run(plan: Plan, timing: Timing) -> Run:
     """Execute *plan*. Deterministic.
 
@@ -197,11 +240,7 @@ class _Engine:
             result.events += 1
             handlers[kind](number, version, now)
         if self.finished < len(result.instructions):
-            stuck = {
-                result.device[p]
-                for p, instruction in enumerate(result.instructions)
-                if result.end[p] < 0 and instruction is not None
-            }
+            stuck = {result.device[p] for p in range(len(result.instructions)) if result.end[p] < 0}
             raise PlanError(
                 f"the plan never ends: devices {', '.join(map(str, sorted(stuck)))} wait for each other; "
                 "piper.verify(plan) shows the cycle"

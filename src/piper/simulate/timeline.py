@@ -124,6 +124,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mfu: float | None
     devices: tuple[DeviceTimeline, ...]
     critical_path: tuple[Critical, ...]
+    clock_error: float = 0.0
 
     @property
     def bubble(self) -> float:
