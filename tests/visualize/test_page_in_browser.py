@@ -285,6 +285,19 @@ def test_two_timelines_are_compared(open_page, files):
     assert page.place("F PP=0 MB=2", 0, 1)[0] - page.place("F PP=0 MB=1", 0, 1)[0] == pytest.approx(
         1.25 * (page.place("F PP=0 MB=2", 0)[0] - page.place("F PP=0 MB=1", 0)[0]), rel=0.01
     )
+    page.press("0", "l")
+    assert page.page.get_attribute("#equal", "aria-pressed") == "true"
+    for box in (("F PP=0 MB=0", 0), ("B PP=1 MB=5", 2)):
+        assert page.place(*box, 0)[0] == pytest.approx(page.place(*box, 1)[0], abs=0.01)
+        assert close(page.colour(*box, 1), page.colour(*box, 0))
+    page.press("+")
+    x, y = page.place("B PP=0 MB=2", 0, 1)
+    page.page.mouse.move(x, y)
+    assert page.text("#tooltip").startswith("B PP=0 MB=2")
+    page.page.mouse.down()
+    page.page.mouse.move(x + 50, y, steps=3)
+    page.page.mouse.up()
+    assert page.place("B PP=0 MB=2", 0, 1)[0] == pytest.approx(x + 50, abs=2)
 
 
 def test_parts_say_so_and_lead_to_each_other(open_page, files):

@@ -99,6 +99,7 @@ class TimelineData(msgspec.Struct, frozen=True):
     exposed: float
     mfu: float | None
     flops: float
+    clock_error: float
     devices: list[DeviceData]
     boxes: BoxColumns
     strings: list[str]
@@ -142,6 +143,7 @@ def timeline_data(
         exposed=timeline.exposed,
         mfu=timeline.mfu,
         flops=timeline.flops,
+        clock_error=timeline.clock_error,
         devices=devices,
         boxes=columns.finished(),
         strings=list(columns.strings),
@@ -208,7 +210,7 @@ class _Links:
         self._numbered = list(
             enumerate((d.device, box) for d in timeline.devices for box in d.boxes())
         )
-        self._slack = 1e-9 + 1e-9 * timeline.seconds
+        self._slack = 1e-9 + 1e-9 * timeline.seconds + timeline.clock_error
         self._places: dict[NodeId, dict[DeviceId, _Ends]] = defaultdict(lambda: defaultdict(_Ends))
         self._members: dict[str, list[DeviceId]] = defaultdict(list)
         self._met: dict[tuple[str, NodeId], list[tuple[float, int]]] = {}

@@ -155,9 +155,19 @@ class Chart {
 
   get scroll() { return this.rowsElement.scrollTop; }
   get plotWidth() { return Math.max(1, this.width - GUTTER); }
-  get scale() { return this.plotWidth / this.page.view.length; }
-  x(time) { return GUTTER + (time - this.page.view.t0) * this.scale; }
-  time(x) { return this.page.view.t0 + (x - GUTTER) / this.scale; }
+
+  /** What the chart's times are multiplied with to be the view's: 1, unless steps are drawn equally long. */
+  get factor() {
+    const { page, timeline } = this;
+    return page.options.equal ? Math.max(...page.timelines.map((t) => t.seconds)) / timeline.seconds : 1;
+  }
+
+  /** The times of this timeline between which it is shown. */
+  get t0() { return this.page.view.t0 / this.factor; }
+  get t1() { return this.page.view.t1 / this.factor; }
+  get scale() { return this.plotWidth / (this.t1 - this.t0); }
+  x(time) { return GUTTER + (time - this.t0) * this.scale; }
+  time(x) { return this.t0 + (x - GUTTER) / this.scale; }
 
   /** The box at a point of the canvas, in CSS pixels, or -1. */
   hit(x, y) {
@@ -227,21 +237,21 @@ class Chart {
   }
 
   #boxes(c, lanes) {
-    const t = this.timeline, { palette, view } = this.page;
+    const t = this.timeline, { palette } = this.page, { t0, t1, scale } = this;
     const dim = this.#dim();
     const batches = palette.css.map(() => []); // per colour: x, y, width, height, …
     const texts = [], critical = [];
     const pixels = Math.round(this.plotWidth * this.ratio);
     const blended = this.#blender(lanes.length, pixels);
-    const perPixel = view.length / pixels;
+    const perPixel = (t1 - t0) / pixels;
     let count = 0;
     lanes.forEach((row, line) => {
       const { lane, y, height } = row;
-      for (let i = t.firstEndingAfter(lane, view.t0); i < lane.last && t.start[i] < view.t1; i++) {
-        const left = this.x(t.start[i]), right = this.x(t.end[i]), width = right - left;
+      for (let i = t.firstEndingAfter(lane, t0); i < lane.last && t.start[i] < t1; i++) {
+        const left = GUTTER + (t.start[i] - t0) * scale, right = GUTTER + (t.end[i] - t0) * scale, width = right - left;
         const colour = boxColour(t.passOf[i], t.odd[i], t.isMessage(i), dim(i));
         if (width * this.ratio < WIDE) {
-          blended.add(line, (t.start[i] - view.t0) / perPixel, (t.end[i] - view.t0) / perPixel, palette.colours[colour]);
+          blended.add(line, (t.start[i] - t0) / perPixel, (t.end[i] - t0) / perPixel, palette.colours[colour]);
         } else {
           const x = Math.max(left, GUTTER - 8), end = Math.min(right, this.width + 8);
           const gap = width > 5 ? 1 : 0;
@@ -410,8 +420,8 @@ class Chart {
 
   #memory(c, { memory, y, height, most }) {
     if (!most) return;
-    const { t0, t1 } = this.page.view, { times, total, categories } = memory;
-    const columns = this.#columns(times, total, t0, t1);
+    const { times, total, categories } = memory;
+    const columns = this.#columns(times, total);
     const unit = (height - 3) / most;
     const floor = y + height;
     const below = new Float64Array(columns.length);
@@ -436,10 +446,10 @@ class Chart {
   }
 
   /** [x, end of x, index] of the curve, where points that share a pixel are one: the one with the most bytes. */
-  #columns(times, total, t0, t1) {
-    const found = [];
+  #columns(times, total) {
+    const found = [], { t0, t1, scale } = this;
     let i = Math.max(0, search(0, times.length, (k) => times[k] > t0) - 1);
-    const snap = (time) => Math.round(this.x(time) * this.ratio) / this.ratio;
+    const snap = (time) => Math.round((GUTTER + (time - t0) * scale) * this.ratio) / this.ratio;
     while (i < times.length && times[i] < t1) {
       const x = snap(times[i]);
       let best = i;
@@ -455,8 +465,8 @@ class Chart {
   get #step() { return niceStep(95 / this.scale); }
 
   #ticks() {
-    const step = this.#step, found = [];
-    for (let k = Math.ceil(this.page.view.t0 / step); k * step <= this.page.view.t1; k++) found.push(k * step);
+    const step = this.#step, found = [], { t0, t1 } = this;
+    for (let k = Math.ceil(t0 / step); k * step <= t1; k++) found.push(k * step);
     return found;
   }
 
@@ -475,7 +485,7 @@ class Chart {
   }
 
   #axis(c) {
-    const { palette, view, cursor, range } = this.page;
+    const { palette, cursor, range } = this.page, { factor, t1 } = this;
     c.fillStyle = palette.panel;
     c.fillRect(0, 0, this.width, AXIS);
     c.fillStyle = palette.soft;
@@ -492,13 +502,13 @@ class Chart {
     for (const time of this.#ticks()) {
       const x = this.x(time);
       if (x > this.width - 24) continue;
-      c.fillText(tickText(time, step, view), x, AXIS / 2);
+      c.fillText(tickText(time, step, t1), x, AXIS / 2);
     }
     c.restore();
     c.fillStyle = palette.line;
     c.fillRect(0, AXIS - 1, this.width, 1);
     if (cursor !== null) {
-      const x = this.x(cursor);
+      const x = this.x(cursor / factor);
       if (x >= GUTTER) {
         c.fillStyle = palette.soft;
         c.globalAlpha = 0.5;
@@ -507,7 +517,7 @@ class Chart {
       }
     }
     if (range) {
-      const [a, b] = range.map((t) => this.x(t)).sort((p, q) => p - q);
+      const [a, b] = range.map((t) => this.x(t / factor)).sort((p, q) => p - q);
       c.fillStyle = palette.accent;
       c.globalAlpha = 0.16;
       c.fillRect(a, 0, b - a, this.shown);
@@ -589,6 +599,7 @@ class Chart {
 
   /** How many devices compute, by pass, over the whole step. */
   #summary(height) {
+    const { factor } = this;
     const picture = document.createElement("canvas"), columns = Math.max(1, Math.round(this.plotWidth));
     picture.width = columns;
     picture.height = Math.round(height * this.ratio);
@@ -601,7 +612,7 @@ class Chart {
       for (const lane of device.lanes) {
         if (!lane.computes) continue;
         for (let i = lane.first; i < lane.last; i++) {
-          const a = (t.start[i] - from) / perColumn, b = (t.end[i] - from) / perColumn;
+          const a = (t.start[i] * factor - from) / perColumn, b = (t.end[i] * factor - from) / perColumn;
           for (let p = Math.max(0, Math.floor(a)); p < b && p < columns; p++) {
             sums[t.passOf[i]][p] += (Math.min(b, p + 1) - Math.max(a, p)) * device.stands_for.count;
           }
@@ -624,8 +635,8 @@ class Chart {
 }
 
 /** A mark of the axis, in the unit that suits the distance between marks and the size of the step. */
-function tickText(time, step, view) {
-  const [size, unit] = unitFor(view.t1);
+function tickText(time, step, latest) {
+  const [size, unit] = unitFor(latest);
   const decimals = Math.max(0, -Math.floor(Math.log10(step / size) + 1e-9));
   return `${(time / size).toFixed(decimals)} ${unit}`.trim();
 }

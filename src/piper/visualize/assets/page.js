@@ -16,7 +16,7 @@ function make(tag, attributes = {}, ...children) {
 class Page {
   constructor(data) {
     this.data = data;
-    this.options = { communication: true, memory: true, critical: false };
+    this.options = { communication: true, memory: true, critical: false, equal: false };
     this.selection = null; // { chart, box, counterpart }
     this.found = null; // per chart, the boxes that the search found
     this.cursor = null; // time under the mouse
@@ -113,16 +113,16 @@ class Page {
     if (this.selection?.counterpart >= 0) {
       for (const other of this.charts) if (other !== chart) other.reveal(this.selection.counterpart);
     }
-    if (end[box] <= view.t0 || start[box] >= view.t1) {
-      const middle = (start[box] + end[box]) / 2;
+    if (end[box] <= chart.t0 || start[box] >= chart.t1) {
+      const middle = (start[box] + end[box]) / 2 * chart.factor;
       view.glide(middle - view.length / 2, middle + view.length / 2);
     }
   }
 
   zoomTo(chart, box) {
-    const { start, end } = chart.timeline;
-    const margin = Math.max(4 * (end[box] - start[box]), 1e-8);
-    this.view.glide(start[box] - margin, end[box] + margin);
+    const { timeline: t, factor } = chart;
+    const margin = Math.max(4 * (t.end[box] - t.start[box]), 1e-8);
+    this.view.glide((t.start[box] - margin) * factor, (t.end[box] + margin) * factor);
   }
 
   /** Select the next box in a direction. */
@@ -131,7 +131,7 @@ class Page {
     const t = chart.timeline;
     if (!this.selection) {
       const row = chart.rows.find((r) => r.lane && r.lane.first < r.lane.last && r.y >= chart.scroll + AXIS);
-      if (row) this.select(chart, Math.min(t.firstEndingAfter(row.lane, this.view.t0), row.lane.last - 1), { show: true });
+      if (row) this.select(chart, Math.min(t.firstEndingAfter(row.lane, chart.t0), row.lane.last - 1), { show: true });
       return;
     }
     const { box } = this.selection, lane = t.lane(box);
@@ -292,6 +292,7 @@ class Page {
       ["MFU", (t) => t.mfu, percent, false],
       ["FLOPs", (t) => t.flopsTotal || null, count, null],
       ["devices", (t) => t.numDevices, String, null],
+      ["clocks agree to", (t) => t.clockError || null, seconds, null],
     ];
     const rows = measures
       .map(([name, get, text, lowIsGood]) => {
@@ -402,6 +403,7 @@ class Page {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       if (!stored("theme")) { this.#theme(null); this.#refresh(); }
     });
+    byId("equal").hidden = this.charts.length < 2 || this.data.parts.length > 1;
     for (const option of Object.keys(this.options)) byId(option).addEventListener("click", () => this.toggle(option));
     const { view } = this;
     byId("zoom-in").addEventListener("click", () => view.glide(...view.zoomed(2)));
@@ -428,7 +430,7 @@ class Page {
       "-": () => view.glide(...view.zoomed(0.5)), s: () => view.glide(...view.zoomed(0.5)),
       0: () => view.glide(view.from, view.latest),
       a: () => view.glide(...view.shifted(-0.2)), d: () => view.glide(...view.shifted(0.2)),
-      c: () => this.toggle("critical"), o: () => this.toggle("communication"), m: () => this.toggle("memory"),
+      c: () => this.toggle("critical"), l: () => byId("equal").hidden || this.toggle("equal"), o: () => this.toggle("communication"), m: () => this.toggle("memory"),
       t: () => this.toggleTheme(), "?": () => byId("help").showModal(), "/": () => byId("search").focus(),
       "[": () => this.follow("before"), "]": () => this.follow("after"),
       Escape: () => this.clear(),
@@ -499,10 +501,10 @@ class Mouse {
     const size = event.deltaMode === 1 ? 24 : 1;
     if (event.ctrlKey || event.metaKey || event.altKey) {
       event.preventDefault();
-      view.show(...view.zoomed(Math.exp(-event.deltaY * size * 0.0022), chart.time(event.offsetX)));
+      view.show(...view.zoomed(Math.exp(-event.deltaY * size * 0.0022), chart.time(event.offsetX) * chart.factor));
     } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
       event.preventDefault();
-      view.move((event.deltaX || event.deltaY) * size / chart.scale);
+      view.move((event.deltaX || event.deltaY) * size / chart.scale * chart.factor);
     }
   }
 
@@ -520,17 +522,17 @@ class Mouse {
       if (!drag.moved) return;
       page.tip();
       if (drag.axis) {
-        page.range = [chart.time(drag.x), chart.time(event.offsetX)];
+        page.range = [drag.x, event.offsetX].map((x) => chart.time(x) * chart.factor);
         page.invalidate();
       } else {
         chart.rowsElement.classList.add("dragging");
         chart.rowsElement.scrollTop = drag.scroll - dy;
-        const t0 = drag.t0 - dx / chart.scale;
+        const t0 = drag.t0 - dx / chart.scale * chart.factor;
         page.view.show(t0, t0 + page.view.length);
       }
       return;
     }
-    page.cursor = event.offsetX >= GUTTER ? chart.time(event.offsetX) : null;
+    page.cursor = event.offsetX >= GUTTER ? chart.time(event.offsetX) * chart.factor : null;
     chart.hover = chart.hit(event.offsetX, event.offsetY);
     const memory = chart.hover < 0 ? chart.hitMemory(event.offsetX, event.offsetY) : null;
     chart.rowsElement.classList.toggle("over", chart.hover >= 0);
