@@ -132,6 +132,21 @@ def test_every_second_stage_of_a_device_is_marked():
     assert odd == {(0, 2), (1, 3)}
 
 
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        ((3,), "3"),
+        ((0, 2, 4, 5, 6), "0, 2, 4–6"),
+        (tuple(range(0, 40, 4)), "0, 4, 8, 12, 16, 20, …"),
+    ],
+)
+def test_devices_that_do_the_same_are_listed_in_short(step, devices, text):
+    first = msgspec.structs.replace(step.devices[0], stands_for=devices)
+    folded = msgspec.structs.replace(step, devices=(first,), num_devices=len(devices))
+    (shown,) = timeline_data(folded, "x", links(folded)).devices
+    assert (shown.stands_for.count, shown.stands_for.text) == (len(devices), text)
+
+
 @pytest.mark.parametrize("most", [1, 7, 40])
 def test_parts_hold_every_box_and_no_more_than_asked(step, most):
     parts = windows([step], most)

@@ -19,7 +19,10 @@ from piper.visualize.page_data import PageData, links, timeline_data, windows
 MOST_BOXES = 300_000
 """How many boxes one page holds."""
 
-_SCRIPTS = ("format.js", "data.js", "chart.js", "page.js")
+_SCRIPTS = tuple(
+    f"{name}.js"
+    for name in ("format", "dom", "data", "view", "overview", "chart", "tables", "mouse", "page")
+)
 
 
 def write_html(

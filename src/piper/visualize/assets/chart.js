@@ -1,4 +1,4 @@
-// One timeline on a canvas: a row per stream, a memory curve under each device, an overview of the whole step.
+// One timeline on a canvas: a row per stream, a memory curve under each device.
 
 const GUTTER = 132, AXIS = 24, TALL = 24, LOW = 13, MEMORY = 38, GAP = 12;
 const FONT = '11px system-ui, -apple-system, "Segoe UI", "Noto Sans", "DejaVu Sans", sans-serif';
@@ -6,68 +6,6 @@ const SMALL_FONT = FONT.replace("11px", "10px");
 const WIDE = 2.5; // a box at least so many pixels wide is a rectangle; narrower ones are blended per pixel
 const ROUNDED = 4000; // at most so many boxes get rounded corners
 const MARK = { none: 0, chain: 1, direct: 2, self: 3 }; // how a box is related to the selected one
-
-/** The part of the step that is shown, for all charts at once. */
-class View {
-  constructor(from, until, changed) {
-    this.from = from;
-    this.until = until;
-    this.changed = changed;
-    this.goal = null; // where a movement leads
-    this.t0 = from;
-    this.t1 = this.latest;
-  }
-
-  /** A little room after the end. */
-  get latest() { return this.until + 0.015 * (this.until - this.from); }
-  get length() { return this.t1 - this.t0; }
-
-  /** Show [t0, t1], moved and cut to what there is. */
-  show(t0, t1) {
-    cancelAnimationFrame(this.gliding);
-    this.goal = null;
-    this.#set(t0, t1);
-  }
-
-  /** The same, in a short movement. */
-  glide(t0, t1) {
-    cancelAnimationFrame(this.gliding);
-    if (matchMedia("(prefers-reduced-motion: reduce)").matches) { this.show(t0, t1); return; }
-    this.goal = [t0, t1];
-    const a0 = this.t0, a1 = this.t1, begin = performance.now();
-    const step = (now) => {
-      const s = Math.min(1, Math.max(0, now - begin) / 140), eased = 1 - (1 - s) ** 3;
-      this.#set(a0 + (t0 - a0) * eased, a1 + (t1 - a1) * eased);
-      if (s < 1) this.gliding = requestAnimationFrame(step);
-      else this.goal = null;
-    };
-    this.gliding = requestAnimationFrame(step);
-  }
-
-  #set(t0, t1) {
-    const whole = this.latest - this.from;
-    const length = Math.min(whole, Math.max(t1 - t0, whole * 1e-7, 2e-9));
-    const centre = (t0 + t1) / 2;
-    this.t0 = Math.min(Math.max(centre - length / 2, this.from), this.latest - length);
-    this.t1 = this.t0 + length;
-    this.changed();
-  }
-
-  /** Zoom by a factor, keeping the time `at` (by default the middle) where it is; from where a movement leads, if one is under way. */
-  zoomed(factor, at = null) {
-    const [t0, t1] = this.goal ?? [this.t0, this.t1];
-    const fixed = at ?? (t0 + t1) / 2;
-    return [fixed - (fixed - t0) / factor, fixed + (t1 - fixed) / factor];
-  }
-
-  /** Go sideways by a share of what is shown, in the same way. */
-  shifted(share) {
-    const [t0, t1] = this.goal ?? [this.t0, this.t1], by = share * (t1 - t0);
-    return [t0 + by, t1 + by];
-  }
-
-  move(by) { this.show(this.t0 + by, this.t1 + by); }
-}
 
 class Chart {
   /** `page` has: view, palette, options {communication, memory, critical}, found (Set or null), selection. */
@@ -94,7 +32,8 @@ class Chart {
     make("span", "badge", caption).textContent = timeline.source;
     make("span", "", caption).textContent =
       `${seconds(timeline.seconds)}${timeUnit === "s" ? "" : ` ${timeUnit}`} · bubble ${percent(timeline.bubble)} · ${timeline.numDevices} devices`;
-    this.overview = make("canvas", "overview", this.root);
+    this.overview = new Overview(this);
+    this.root.append(this.overview.canvas);
     this.rowsElement = make("div", "rows", this.root);
     this.rowsElement.tabIndex = 0;
     this.rowsElement.setAttribute("role", "application");
@@ -143,13 +82,13 @@ class Chart {
     this.width = this.rowsElement.clientWidth;
     this.shown = this.rowsElement.clientHeight;
     this.canvas.style.height = `${this.shown}px`;
-    for (const [canvas, width, height] of [[this.canvas, this.width, this.shown], [this.overview, this.width, 34]]) {
+    for (const [canvas, width, height] of [[this.canvas, this.width, this.shown], [this.overview.canvas, this.width, OVERVIEW]]) {
       canvas.width = Math.max(1, Math.round(width * ratio));
       canvas.height = Math.max(1, Math.round(height * ratio));
     }
-    this.overview.style.width = `${this.width}px`;
+    this.overview.canvas.style.width = `${this.width}px`;
     this.ratio = ratio;
-    this.overviewPicture = null;
+    this.overview.picture = null;
     this.layout();
   }
 
@@ -221,7 +160,7 @@ class Chart {
     c.restore();
     this.#gutter(c, rows);
     this.#axis(c);
-    this.drawOverview();
+    this.overview.draw();
   }
 
   // ------------------------------------------------------------------ boxes
@@ -560,77 +499,6 @@ class Chart {
     }
     c.fillStyle = palette.line;
     c.fillRect(GUTTER - 5, AXIS, 1, this.shown);
-  }
-
-  // ------------------------------------------------------------------ overview
-
-  overviewX(time) {
-    const { from, latest } = this.page.view;
-    return GUTTER + (time - from) / (latest - from) * this.plotWidth;
-  }
-
-  overviewTime(x) {
-    const { from, latest } = this.page.view;
-    return from + (x - GUTTER) / this.plotWidth * (latest - from);
-  }
-
-  drawOverview() {
-    const c = this.overview.getContext("2d"), { palette, view } = this.page, height = 34;
-    c.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    this.overviewPicture ??= this.#summary(height);
-    c.fillStyle = palette.panel;
-    c.fillRect(0, 0, this.width, height);
-    c.drawImage(this.overviewPicture, GUTTER, 0, this.plotWidth, height);
-    c.fillStyle = palette.soft;
-    c.font = SMALL_FONT;
-    c.textBaseline = "middle";
-    c.textAlign = "left";
-    c.fillText("devices computing", 12, height / 2);
-    const a = this.overviewX(view.t0), b = this.overviewX(view.t1);
-    c.fillStyle = palette.panel;
-    c.globalAlpha = 0.68;
-    c.fillRect(GUTTER, 0, a - GUTTER, height);
-    c.fillRect(b, 0, this.width - b, height);
-    c.globalAlpha = 1;
-    c.strokeStyle = palette.accent;
-    c.lineWidth = 1.5;
-    c.strokeRect(a + 0.75, 0.75, Math.max(2, b - a - 1.5), height - 1.5);
-  }
-
-  /** How many devices compute, by pass, over the whole step. */
-  #summary(height) {
-    const { factor } = this;
-    const picture = document.createElement("canvas"), columns = Math.max(1, Math.round(this.plotWidth));
-    picture.width = columns;
-    picture.height = Math.round(height * this.ratio);
-    const t = this.timeline, { from, latest } = this.page.view, { palette } = this.page;
-    const sums = PASSES.map(() => new Float64Array(columns));
-    const perColumn = (latest - from) / columns;
-    let weight = 0;
-    for (const device of t.devices) {
-      weight += device.stands_for.count;
-      for (const lane of device.lanes) {
-        if (!lane.computes) continue;
-        for (let i = lane.first; i < lane.last; i++) {
-          const a = (t.start[i] * factor - from) / perColumn, b = (t.end[i] * factor - from) / perColumn;
-          for (let p = Math.max(0, Math.floor(a)); p < b && p < columns; p++) {
-            sums[t.passOf[i]][p] += (Math.min(b, p + 1) - Math.max(a, p)) * device.stands_for.count;
-          }
-        }
-      }
-    }
-    const c = picture.getContext("2d"), room = picture.height - 3;
-    const level = new Float64Array(columns);
-    sums.forEach((sum, pass) => {
-      c.fillStyle = palette.css[boxColour(pass, false, false, false)];
-      for (let p = 0; p < columns; p++) {
-        if (!sum[p]) continue;
-        const h = sum[p] / weight * room;
-        c.fillRect(p, picture.height - level[p] - h, 1, h);
-        level[p] += h;
-      }
-    });
-    return picture;
   }
 }
 

@@ -1,17 +1,4 @@
-// The page: selection, search, keys, tables.
-
-const byId = (id) => document.getElementById(id);
-
-/** An element with attributes and children; text is never read as HTML. */
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value !== null) element.setAttribute(name, value);
-  }
-  element.append(...children.filter((child) => child !== null));
-  return element;
-}
+// The page: selection, search, keys.
 
 class Page {
   constructor(data) {
@@ -28,7 +15,7 @@ class Page {
     byId("charts").append(...this.charts.map((chart) => chart.root));
     this.#theme(stored("theme"));
     this.#parts();
-    this.#tables();
+    new Tables(this).fill();
     this.#legend();
     this.#listen();
     this.select(null);
@@ -57,7 +44,7 @@ class Page {
     this.dark = dark;
     document.documentElement.dataset.theme = dark ? "dark" : "light";
     this.palette = new Palette(dark);
-    for (const chart of this.charts) chart.overviewPicture = null;
+    for (const chart of this.charts) chart.overview.picture = null;
   }
 
   toggleTheme() {
@@ -73,7 +60,7 @@ class Page {
   }
 
   #refresh() {
-    this.#tables();
+    new Tables(this).fill();
     this.#legend();
     this.#selected();
     this.invalidate();
@@ -263,111 +250,7 @@ class Page {
     return [make("h3", {}, title), make("ul", { class: "waits" }, ...items)];
   }
 
-  // ------------------------------------------------------------------ tables
-
-  #tables() {
-    const tables = { totals: this.#totals(), improve: this.#improve(), devices: this.#devices(), kinds: this.#kinds() };
-    for (const [id, rows] of Object.entries(tables)) {
-      byId(id).replaceChildren(...rows);
-      byId(id).closest("section").hidden = rows.length === 0;
-    }
-  }
-
-  #head(...names) {
-    return make("thead", {}, make("tr", {}, ...names.map((name, i) => make("th", { scope: "col", class: i ? "number" : null }, name))));
-  }
-
-  /** Rows of numbers; a cell is a text or an element. */
-  #body(rows) {
-    return make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((cell, i) => make("td", { class: i ? "number" : null }, cell)))));
-  }
-
-  #totals() {
-    const peak = (t) => t.devices.reduce((a, d) => Math.max(a, d.peak), 0);
-    const measures = [
-      ["step time", (t) => t.seconds, seconds, true],
-      ["bubble", (t) => t.bubble, percent, true],
-      ["exposed communication", (t) => t.exposed, seconds, true],
-      ["most memory", (t) => peak(t) || null, bytes, true],
-      ["MFU", (t) => t.mfu, percent, false],
-      ["FLOPs", (t) => t.flopsTotal || null, count, null],
-      ["devices", (t) => t.numDevices, String, null],
-      ["clocks agree to", (t) => t.clockError || null, seconds, null],
-    ];
-    const rows = measures
-      .map(([name, get, text, lowIsGood]) => {
-        const values = this.timelines.map(get);
-        if (values.every((v) => v === null)) return null;
-        const cells = values.map((v) => (v === null ? "–" : text(v)));
-        if (values.length > 1) cells.push(difference(values, lowIsGood));
-        return [name, ...cells];
-      })
-      .filter(Boolean);
-    const head = this.timelines.length > 1 ? [this.#head("", "above", "below", "change")] : [];
-    return [...head, this.#body(rows)];
-  }
-
-  /** The critical path by kind of work, the longest first. */
-  #improve() {
-    const t = this.timelines[0];
-    const kinds = sums(t, (i) => kind(t, i));
-    if (!kinds.length) return [];
-    // Many stages: first without their regions, since each alone is little.
-    const passes = kinds.length > 8 ? sums(t, (i) => kind(t, i).replace(/ \S+=\d+/g, "")) : [];
-    const body = (entries) => make("tbody", {}, ...entries.map(({ name, first, boxes, length }) => {
-      const share = length / t.seconds;
-      const go = () => this.select(this.charts[0], first, { show: true });
-      return make("tr", { class: "link", style: `--share: ${100 * share}%`, onclick: go },
-        make("td", {}, make("button", {}, name)),
-        make("td", { class: "number" }, `${boxes} ×`),
-        make("td", { class: "number" }, seconds(length)),
-        make("td", { class: "number" }, percent(share)));
-    }));
-    return [...(passes.length ? [body(passes.slice(0, 6))] : []), body(kinds.slice(0, 8))];
-  }
-
-  #devices() {
-    const [first] = this.timelines;
-    const cell = (number, text) => {
-      const parts = this.timelines.map((t) => t.devices.find((d) => d.device === number)).map((d) => (d ? text(d) : "–"));
-      return make("span", {}, ...parts.flatMap((part, i) => (i ? [make("br"), make("span", { class: "hint" }, part)] : [part])));
-    };
-    const rows = first.devices.map((d) => [
-      `${d.device}${more(d.stands_for)}`,
-      cell(d.device, (x) => seconds(x.busy)),
-      cell(d.device, (x) => percent(x.bubble)),
-      cell(d.device, (x) => seconds(x.exposed)),
-      cell(d.device, (x) => (x.peak ? bytes(x.peak) : "–")),
-    ]);
-    return [this.#head("device", "busy", "bubble", "exposed", "peak"), this.#body(rows)];
-  }
-
-  /** Seconds and bytes of everything, by pass and operation. */
-  #kinds() {
-    const totals = this.timelines.map((t) => {
-      const found = new Map();
-      for (let i = 0; i < t.n; i++) {
-        const name = `${t.strings[t.op[i]]}${t.strings[t.pass[i]] ? ` ${t.strings[t.pass[i]]}` : ""}`;
-        const weight = t.device(i).stands_for.count;
-        const entry = found.get(name) ?? { seconds: 0, bytes: 0, boxes: 0 };
-        entry.boxes += weight;
-        entry.seconds += weight * (t.end[i] - t.start[i]);
-        entry.bytes += t.isMessage(i) ? weight * t.nbytes[i] : 0;
-        found.set(name, entry);
-      }
-      return found;
-    });
-    const names = [...new Set(totals.flatMap((found) => [...found.keys()]))]
-      .sort((a, b) => (totals[0].get(b)?.seconds ?? 0) - (totals[0].get(a)?.seconds ?? 0));
-    const text = (entry, of) => (entry ? of(entry) : "–");
-    const rows = names.map((name) => [
-      name,
-      ...totals.map((found) => text(found.get(name), (e) => seconds(e.seconds))),
-      ...(totals.length > 1 ? [] : [text(totals[0].get(name), (e) => String(e.boxes))]),
-      text(totals[0].get(name), (e) => (e.bytes ? bytes(e.bytes) : "")),
-    ]);
-    return [this.#head("", ...(totals.length > 1 ? ["above", "below"] : ["time", "boxes"]), "bytes"), this.#body(rows)];
-  }
+  // ------------------------------------------------------------------ around the charts
 
   #legend() {
     const used = new Set(this.timelines.flatMap((t) => [...new Set(t.passOf)]));
@@ -474,127 +357,6 @@ class Page {
   }
 }
 
-/** The mouse over one chart. */
-class Mouse {
-  constructor(page, chart) {
-    Object.assign(this, { page, chart, drag: null });
-    const { canvas, rowsElement, overview } = chart;
-    rowsElement.addEventListener("scroll", () => {
-      // Two charts with the same devices show the same ones.
-      for (const other of page.charts) if (other.height === chart.height) other.rowsElement.scrollTop = chart.scroll;
-      page.invalidate();
-    });
-    rowsElement.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
-    canvas.addEventListener("pointerdown", (event) => this.#down(event));
-    canvas.addEventListener("pointermove", (event) => this.#move(event));
-    canvas.addEventListener("pointerup", (event) => this.#up(event));
-    canvas.addEventListener("pointercancel", () => { this.drag = null; page.range = null; });
-    canvas.addEventListener("pointerleave", () => this.#leave());
-    canvas.addEventListener("dblclick", (event) => this.#double(event));
-    overview.addEventListener("pointerdown", (event) => this.#seize(event));
-    overview.addEventListener("pointermove", (event) => this.#pull(event));
-    overview.addEventListener("pointerup", () => { this.held = null; overview.classList.remove("dragging"); });
-  }
-
-  #wheel(event) {
-    const { page, chart } = this, { view } = page;
-    const size = event.deltaMode === 1 ? 24 : 1;
-    if (event.ctrlKey || event.metaKey || event.altKey) {
-      event.preventDefault();
-      view.show(...view.zoomed(Math.exp(-event.deltaY * size * 0.0022), chart.time(event.offsetX) * chart.factor));
-    } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-      event.preventDefault();
-      view.move((event.deltaX || event.deltaY) * size / chart.scale * chart.factor);
-    }
-  }
-
-  #down(event) {
-    if (event.button !== 0) return;
-    this.chart.canvas.setPointerCapture(event.pointerId);
-    this.drag = { x: event.offsetX, y: event.offsetY, scroll: this.chart.scroll, t0: this.page.view.t0, axis: event.offsetY < AXIS, moved: false };
-  }
-
-  #move(event) {
-    const { page, chart, drag } = this;
-    if (drag) {
-      const dx = event.offsetX - drag.x, dy = event.offsetY - drag.y;
-      drag.moved ||= Math.hypot(dx, dy) > 4;
-      if (!drag.moved) return;
-      page.tip();
-      if (drag.axis) {
-        page.range = [drag.x, event.offsetX].map((x) => chart.time(x) * chart.factor);
-        page.invalidate();
-      } else {
-        chart.rowsElement.classList.add("dragging");
-        chart.rowsElement.scrollTop = drag.scroll - dy;
-        const t0 = drag.t0 - dx / chart.scale * chart.factor;
-        page.view.show(t0, t0 + page.view.length);
-      }
-      return;
-    }
-    page.cursor = event.offsetX >= GUTTER ? chart.time(event.offsetX) * chart.factor : null;
-    chart.hover = chart.hit(event.offsetX, event.offsetY);
-    const memory = chart.hover < 0 ? chart.hitMemory(event.offsetX, event.offsetY) : null;
-    chart.rowsElement.classList.toggle("over", chart.hover >= 0);
-    const known = page.selection?.chart === chart && page.selection.box === chart.hover; // its facts are in the panel
-    if (chart.hover >= 0 && !known) page.tip(event.clientX, event.clientY, ...page.boxTip(chart, chart.hover));
-    else if (memory) page.tip(event.clientX, event.clientY, ...page.memoryTip(memory));
-    else page.tip();
-    page.invalidate();
-  }
-
-  #up(event) {
-    const { page, chart, drag } = this;
-    this.drag = null;
-    chart.rowsElement.classList.remove("dragging");
-    if (!drag) return;
-    if (page.range) {
-      const [a, b] = page.range.sort((p, q) => p - q);
-      page.range = null;
-      page.view.glide(a, b);
-    } else if (!drag.moved) {
-      page.select(chart, chart.hit(event.offsetX, event.offsetY));
-    }
-  }
-
-  #leave() {
-    this.chart.hover = null;
-    this.page.cursor = null;
-    this.page.tip();
-    this.page.invalidate();
-  }
-
-  #double(event) {
-    const box = this.chart.hit(event.offsetX, event.offsetY);
-    if (box >= 0) this.page.zoomTo(this.chart, box);
-  }
-
-  /** The window in the overview is dragged by its middle or an edge; elsewhere it jumps to the mouse. */
-  #seize(event) {
-    const { chart, page } = this, { view } = page;
-    const a = chart.overviewX(view.t0), b = chart.overviewX(view.t1), x = event.offsetX;
-    chart.overview.setPointerCapture(event.pointerId);
-    chart.overview.classList.add("dragging");
-    if (Math.abs(x - a) < 6) this.held = { edge: "left" };
-    else if (Math.abs(x - b) < 6) this.held = { edge: "right" };
-    else {
-      if (x < a || x > b) {
-        const middle = chart.overviewTime(x);
-        view.show(middle - view.length / 2, middle + view.length / 2);
-      }
-      this.held = { grip: chart.overviewTime(x) - view.t0 };
-    }
-  }
-
-  #pull(event) {
-    if (!this.held) return;
-    const { view } = this.page, time = this.chart.overviewTime(event.offsetX);
-    if (this.held.edge === "left") view.show(Math.min(time, view.t1), view.t1);
-    else if (this.held.edge === "right") view.show(view.t0, Math.max(time, view.t0));
-    else view.show(time - this.held.grip, time - this.held.grip + view.length);
-  }
-}
-
 /** The box of a lane that runs at `time`, or else the one that is closest. */
 function nearest(t, lane, time) {
   const next = Math.min(t.firstEndingAfter(lane, time), lane.last - 1);
@@ -602,47 +364,15 @@ function nearest(t, lane, time) {
   return time - t.end[next - 1] <= t.start[next] - time ? next - 1 : next;
 }
 
-/** The boxes of the critical path by name, the longest sum first. */
-function sums(t, nameOf) {
-  const found = new Map();
-  for (const i of t.path) {
-    const name = nameOf(i);
-    const entry = found.get(name) ?? { name, first: i, boxes: 0, length: 0 };
-    entry.boxes++;
-    entry.length += t.end[i] - t.start[i];
-    found.set(name, entry);
-  }
-  return [...found.values()].sort((a, b) => b.length - a.length);
-}
-
-/** What a box is, whatever its microbatch: "F PP=1". */
-function kind(t, i) {
-  const words = t.text(i).split(" ");
-  const split = words.length > 1 && t.microbatch[i] >= 0 ? words.findLastIndex((w) => w.endsWith(`=${t.microbatch[i]}`)) : -1;
-  return words.filter((_, k) => k !== split).join(" ");
-}
-
-function difference([a, b], lowIsGood) {
-  if (a === null || b === null || a === b) return "";
-  if (a === 0) return "";
-  const change = b / a - 1;
-  const tone = lowIsGood === null || Math.abs(change) < 5e-4 ? null : (change < 0) === lowIsGood ? "better" : "worse";
-  return make("span", { class: tone }, signed(change));
-}
-
 function signed(share) { return `${share >= 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(1)} %`; }
 
-/** " (+3: 4, 8, 12)" for a device that stands for others too. */
+/** What to add to the number of a device that stands for others too. */
 function more({ count: n, text }) { return n > 1 ? ` (stands for ${n}: ${text})` : ""; }
 
 function list(numbers) {
   const all = [...new Set(numbers)].sort((a, b) => a - b);
   return all.length > 6 ? `${all.slice(0, 5).join(", ")}, … (${all.length})` : all.join(", ");
 }
-
-// A page from a file may have no storage; then a choice lasts as long as the page.
-function stored(name) { try { return localStorage.getItem(`piper-${name}`); } catch { return null; } }
-function store(name, value) { try { localStorage.setItem(`piper-${name}`, value); } catch { /* see above */ } }
 
 // For scripts and for curious people at the console.
 window.piperPage = new Page(DATA);
