@@ -17,7 +17,7 @@ def step():
 
 def data_of(path):
     (text,) = re.findall(
-        r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S
+        r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL
     )
     return json.loads(text)
 

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import msgspec
 import pytest
 from tests.visualize.timelines import pipeline
@@ -152,7 +154,7 @@ def test_parts_hold_every_box_and_no_more_than_asked(step, most):
     parts = windows([step], most)
     assert parts[0][0] == 0.0
     assert parts[-1][1] == step.seconds
-    assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(parts))
     starts = [b.start for _, _, b in numbered(step)]
     together = max(starts.count(s) for s in starts)
     waits = links(step)

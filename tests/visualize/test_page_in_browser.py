@@ -126,7 +126,7 @@ def test_the_mouse_shows_facts(open_page, files):
     assert tip.startswith("B PP=0 MB=1")
     for fact in ("4.00 ms", "backward", "waits for", "B transfer PP=1 MB=1"):
         assert fact in tip
-    x, y = page.place("F PP=0 MB=0", 0)
+    x, _ = page.place("F PP=0 MB=0", 0)
     memory = page.page.evaluate(
         "(() => { const c = piperPage.charts[0]; return c.rows.find((r) => r.memory).y + c.canvas.getBoundingClientRect().top })()"
     )
@@ -239,7 +239,7 @@ def test_the_critical_path_stands_out(open_page, files, step):
         for b in d.boxes()
         if not b.critical and b.op == "compute"
     }
-    on, off = sorted(on)[0], sorted(off)[0]
+    on, off = min(on), min(off)
     before = page.colour(*on), page.colour(*off)
     page.press("c")
     assert page.page.get_attribute("#critical", "aria-pressed") == "true"

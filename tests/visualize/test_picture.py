@@ -21,6 +21,12 @@ def test_the_extension_chooses_the_picture(step, tmp_path):
     assert json.loads((tmp_path / "folder" / "c.json").read_text())["traceEvents"]
 
 
+def test_the_function_is_not_hidden_by_the_package_of_its_name(step, tmp_path):
+    import piper.visualize.terminal  # binds the package's name in piper
+
+    assert piper.visualize(step, tmp_path / "a.svg") == (tmp_path / "a.svg",)
+
+
 def test_an_unknown_extension_is_refused_with_those_there_are(step, tmp_path):
     with pytest.raises(
         PictureError,

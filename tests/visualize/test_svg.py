@@ -1,6 +1,6 @@
 import re
 from collections import Counter
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 def parsed(text):
-    return ElementTree.fromstring(text)
+    return ET.fromstring(text)
 
 
 def chunks(root):
