@@ -10,6 +10,8 @@ class Tables {
       byId(id).replaceChildren(...rows);
       byId(id).closest("section").hidden = rows.length === 0;
     }
+    byId("improve-title").textContent =
+      `Critical path${this.page.timelines.length > 1 ? " above" : ""}: what to improve first`;
   }
 
   #head(...names) {
