@@ -303,6 +303,11 @@ class WorkerBackend(ABC):
         if self._holdings is not None:
             _refuse_missing_copies(plan, self._holdings, frozenset(constants or ()))
             _refuse_stale_copies(plan, self._holdings)
+        if plan.roles:
+            raise ConfigError(
+                f"the plan is folded: it has programs for {len(plan.roles)} of its {plan.num_devices} devices, enough to verify and simulate it; "
+                "plan without fold=True to run it"
+            )
         if plan.num_devices != self._num_devices:
             raise ConfigError(
                 f"the plan is for {plan.num_devices} devices, the backend has {self._num_devices}; start the backend "

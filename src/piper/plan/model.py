@@ -56,7 +56,7 @@ class Plan:
     one microbatch's loss (1 for a weighted loss, whose gradients are divided by the total weight before the update).
 
     A *folded* plan has a program for one device of each of ``roles`` only, the first; the role's other devices do the same with device
-    numbers, replicas and slices renamed (see :mod:`piper.planner.roles`), and have an empty program here. It can be verified and simulated, not run. A plan that
+    numbers, replicas and slices renamed (see :mod:`piper.plan.roles`), and have an empty program here. It can be verified and simulated, not run. A plan that
     is not folded has no roles.
     """
 

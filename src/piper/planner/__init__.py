@@ -20,6 +20,7 @@ from piper.ir.symbols import evaluate
 from piper.pausing import collector_paused
 from piper.plan.costs import Costs
 from piper.plan.model import Plan
+from piper.plan.roles import Roles, find_roles
 from piper.planner.cut import Cutter
 from piper.planner.estimate import Rates, costed_seconds, node_seconds
 from piper.planner.gathers import share_gathers
@@ -35,6 +36,7 @@ def plan(
     receive_bytes: int = RECEIVE_BYTES,
     gather_bytes: int = GATHER_BYTES,
     costs: Costs | None = None,
+    fold: bool = False,
 ) -> Plan:
     """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
 
@@ -47,10 +49,12 @@ def plan(
     for which the captured graph does not hold.
     """
     with collector_paused():
-        return _plan(dag, receive_bytes, gather_bytes, costs)
+        return _plan(dag, receive_bytes, gather_bytes, costs, fold=fold)
 
 
-def _plan(dag: Dag, receive_bytes: int, gather_bytes: int, costs: Costs | None) -> Plan:
+def _plan(
+    dag: Dag, receive_bytes: int, gather_bytes: int, costs: Costs | None, *, fold: bool
+) -> Plan:
     dag = _placed(dag)
     _check_claimed(dag)
     _check_sizes(dag)
@@ -60,6 +64,7 @@ def _plan(dag: Dag, receive_bytes: int, gather_bytes: int, costs: Costs | None) 
     _check_guards(dag, size)
     order = total_order(dag, _seconds(dag, bindings, costs))
     dag = share_gathers(dag, order)
+    roles = find_roles(dag, num_devices) if fold else Roles(())
     cutter = Cutter(
         dag,
         [node for node in order if node in dag.nodes],
@@ -67,6 +72,7 @@ def _plan(dag: Dag, receive_bytes: int, gather_bytes: int, costs: Costs | None) 
         num_devices,
         receive_bytes=receive_bytes,
         gather_bytes=gather_bytes,
+        represented=frozenset(role[0] for role in roles.roles) if roles.folded else None,
     )
     devices, communicators = cutter.cut()
     weighted = dag.loss_kind is LossKind.WEIGHTED
@@ -81,6 +87,7 @@ def _plan(dag: Dag, receive_bytes: int, gather_bytes: int, costs: Costs | None) 
         seed_value=1.0 if weighted else 1.0 / (replicas * microbatches),
         communicators=communicators,
         devices=devices,
+        roles=roles.roles if roles.folded else (),
     )
 
 

@@ -13,13 +13,15 @@ from piper.ops.write_buffer import StoreBuffer, WriteBuffer
 from piper.plan.model import CommunicatorInfo, DevicePlan
 from piper.planner.early import Early
 from piper.planner.program import Program
+from piper.planner.represented import Represented
 from piper.planner.sums import PartialSums, sums_of
 
 
 class Cutter:
     """Walks the total order once and appends each node to the programs of its devices.
 
-    ``receive_bytes`` and ``gather_bytes`` bound, per device, what is received and gathered before it is needed.
+    ``receive_bytes`` and ``gather_bytes`` bound, per device, what is received and gathered before it is needed. Only *represented* devices get
+    a program (``None``: all); no device's program depends on another's.
     """
 
     def __init__(
@@ -31,8 +33,10 @@ class Cutter:
         *,
         receive_bytes: int,
         gather_bytes: int,
+        represented: frozenset[DeviceId] | None = None,
     ) -> None:
         self.dag, self.order = dag, order
+        self.represented = Represented(represented)
         self.messages = {
             v.id: Message(v.spec.sizes(bindings), v.spec.dtype) for v in dag.values.values()
         }
@@ -44,7 +48,7 @@ class Cutter:
         }
         self.leaves = {leaf.name: leaf.index for leaf in dag.batch}
         self.communicators: dict[CommunicatorId, CommunicatorInfo] = {}
-        uses = _uses(dag, self.reports, num_devices)
+        uses = _uses(dag, self.reports, num_devices, self.represented)
         self.programs = [Program(DeviceId(d), uses[d]) for d in range(num_devices)]
         totals = sums_of(dag)
         self.sums = [PartialSums(p, totals, dag.values, self.messages) for p in self.programs]
@@ -55,8 +59,9 @@ class Cutter:
 
     def cut(self) -> tuple[tuple[DevicePlan, ...], tuple[CommunicatorInfo, ...]]:
         """The device plans and the communicators that they use."""
-        for device in range(len(self.programs)):
-            self._advance(DeviceId(device))
+        everyone = tuple(program.device for program in self.programs)
+        for _, device in self.represented.members(everyone):
+            self._advance(device)
         for node in self.order:
             match self.dag.nodes[node]:
                 case Chunk() as chunk:
@@ -69,7 +74,7 @@ class Cutter:
     # --- chunks -----------------------------------------------------------------------------------
 
     def _chunk(self, chunk: Chunk) -> None:
-        for position, device in enumerate(chunk.participants):
+        for position, device in self.represented.members(chunk.participants):
             program = self.programs[device]
             match chunk.work:
                 case Call():
@@ -250,8 +255,8 @@ class Cutter:
                     self._expect_gather(self.dag.producers[value])
 
     def _expect_receives(self, comm: Comm) -> None:
-        for group in comm.groups:
-            for position, device in enumerate(group):
+        for group, members in self.represented.groups(comm.groups):
+            for position, device in members:
                 if not comm.work.consumes(position):
                     nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
                     self.receives[device].expect(comm, group, position, nbytes, self._site)
@@ -260,8 +265,8 @@ class Cutter:
         comm = self.dag.nodes[number]
         assert isinstance(comm, Comm)
         nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
-        for group in comm.groups:
-            for position, device in enumerate(group):
+        for group, members in self.represented.groups(comm.groups):
+            for position, device in members:
                 self.gathers[device].expect(comm, group, position, nbytes, self._site)
 
     def _advance(self, device: DeviceId) -> None:
@@ -270,8 +275,8 @@ class Cutter:
         self.receives[device].advance(program)
 
     def _comm(self, comm: Comm) -> None:
-        for group in comm.groups:
-            for position, device in enumerate(group):
+        for group, members in self.represented.groups(comm.groups):
+            for position, device in members:
                 program = self.programs[device]
                 if comm.work.consumes(position):
                     site = self._site(comm, group, position, program)
@@ -319,17 +324,19 @@ def _reports(dag: Dag) -> dict[ValueId, tuple[str, int]]:
     return reports
 
 
-def _uses(dag: Dag, reports: Container[ValueId], num_devices: int) -> list[dict[ValueId, int]]:
+def _uses(
+    dag: Dag, reports: Container[ValueId], num_devices: int, represented: Represented
+) -> list[dict[ValueId, int]]:
     """How often each value is read on each device."""
     uses: list[dict[ValueId, int]] = [{} for _ in range(num_devices)]
     for node in dag.nodes.values():
         if isinstance(node, Chunk):
-            for device in node.participants:
+            for _, device in represented.members(node.participants):
                 _count(uses[device], node.inputs)
                 _count(uses[device], [v for v in node.outputs if v in reports])
             continue
-        for group in node.groups:
-            for position, device in enumerate(group):
+        for _, members in represented.groups(node.groups):
+            for position, device in members:
                 if node.work.consumes(position):
                     _count(uses[device], node.inputs)
     if dag.grad_norm is not None:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from piper.ids import DeviceId, NodeId
 from piper.ir.check import topological_order
-from piper.ir.dag import Chunk, Dag
+from piper.ir.dag import Chunk, Dag, DeviceGroup
 
 Lane: TypeAlias = int
 """A set of devices that run the same chunks, and so the same order."""
@@ -106,10 +106,12 @@ def _lanes(dag: Dag) -> dict[NodeId, Lane]:
         for device in group[1:]:
             root[find(device)] = find(group[0])
     lanes: dict[NodeId, Lane] = {}
+    lanes_of: dict[DeviceGroup, set[DeviceId]] = {}  # there are few groups, and they may be large
     for node in dag.nodes.values():
         if not isinstance(node, Chunk):
             continue
-        found = {find(d) for d in node.participants}
+        if (found := lanes_of.get(node.participants)) is None:
+            found = lanes_of[node.participants] = {find(d) for d in node.participants}
         if len(found) == 1:
-            lanes[node.id] = found.pop()
+            (lanes[node.id],) = found
     return lanes

@@ -35,6 +35,9 @@ def simulate(
     (``"H100"``), or a :class:`~piper.plan.profile.Profile`. *optimizer_bytes* and *frame_bytes* are those of
     :func:`~piper.simulate.memory.account`.
 
+    Of a folded plan, the links are those of the devices that have a program: the times are the whole plan's where replicas are connected
+    alike, as they are when groups of replicas fill whole nodes.
+
     Raises :class:`~piper.errors.ConfigError` for an unknown preset, too few devices, or a chunk that was not measured;
     :class:`~piper.errors.PlanError` for a plan that never ends.
     """
@@ -60,6 +63,13 @@ class _Timing:
     def __post_init__(self) -> None:
         self.host_blocks, self.launch = self.costs.host_blocks, self.costs.launch
         self._present = {mine.device for mine in self.plan.devices if mine.instructions}
+        # Of a folded plan, the ports of devices without a program are loaded like those of the ones that stand for them.
+        self._near: set[Port] = set()
+        if self.topology is not None:
+            for device in self._present:
+                node, nic = self.topology.node(device), self.topology.nic(device)
+                self._near |= {("out", device, 0), ("in", device, 0)}
+                self._near |= {("nic out", node, nic), ("nic in", node, nic)}
 
     def local(self, device: DeviceId, instruction: Instruction) -> float:
         """Seconds of a chunk; of all else by the bytes that it reads and writes."""
@@ -84,14 +94,22 @@ class _Timing:
         key = (meeting.role, meeting.members, meeting_bytes(meeting))
         if (asked := self._traffic.get(key)) is None:
             asked = self._traffic[key] = traffic(self.topology, *key)
-        shares = self._shares(instruction.node) if self.plan.roles else {}
-        ports = tuple((port, shares.get(port, 1.0), part) for port, part in asked.ports)
+        if not self.plan.roles:
+            return Flow(
+                asked.latency, asked.nbytes, tuple((p, 1.0, part) for p, part in asked.ports)
+            )
+        shares = self._shares(instruction.node)
+        ports = tuple((p, shares.get(p, 1.0), part) for p, part in asked.ports if p in self._near)
         return Flow(asked.latency, asked.nbytes, ports)
 
     def _shares(self, node: NodeId) -> dict[Port, float]:
-        """Of a folded plan: how many of a node's groups go through each port, for each of those that have a program."""
+        """Of a folded plan: how many of a node's groups go through each port, for each of those that have a program; ports that are not
+        listed have one.
+        """
         assert self.topology is not None
         groups: tuple[tuple[DeviceId, ...], ...] = self.plan.dag.nodes[node].groups  # type: ignore[union-attr]  # a communication
+        if len(groups) == 1:
+            return {}
         if (known := self._crossings.get(id(groups))) is None:
             everyone: dict[Port, int] = {}
             represented: dict[Port, int] = {}

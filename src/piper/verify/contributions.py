@@ -7,8 +7,11 @@ integers. Beside it goes a digest of how the sum was made, because two copies of
 if their gradients were added up in the same way.
 """
 
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from piper.ids import DeviceId, Slot, ValueId
@@ -19,6 +22,7 @@ from piper.ops.base import Instruction, ReduceOp
 from piper.ops.grad_norm import CombineParts, FinishNorm, MeasureGradients
 from piper.ops.keep import AddKeptGradients, KeepGradients
 from piper.ops.update import OptimizerStep
+from piper.plan.roles import Roles
 from piper.verify.deadlock import Place
 from piper.verify.fidelity import delivered_to
 from piper.verify.norms import Norms
@@ -43,39 +47,87 @@ class _Origins:
     """The identities of all contributions: a digit per contributing value and device."""
 
     def __init__(self, dag: Dag) -> None:
-        self.digits: dict[ValueId, tuple[str, int, tuple[int, ...]]] = {}
+        self.digits: dict[ValueId, tuple[str, int, tuple[DeviceId, ...]]] = {}
         self.full: dict[str, int] = {}
-        self._members: dict[str, list[tuple[ValueId, int]]] = {}
+        self._values: dict[str, list[ValueId]] = {}
+        self._starts: dict[str, list[int]] = {}
+        self._indices: dict[tuple[DeviceId, ...], dict[DeviceId, int]] = {}
         sums: list[tuple[str, Iterable[ValueId]]] = [(_WEIGHT, dag.weights)]
         sums += dag.contributions.items()
         for name, values in sums:
-            members: list[tuple[ValueId, int]] = []
+            count = 0
+            self._values[name], self._starts[name] = list(values), []
             for value in values:
                 devices = delivered_to(dag.nodes[dag.producers[value]])
-                self.digits[value] = (name, len(members), devices)
-                members.extend((value, device) for device in devices)
-            self.full[name] = int.from_bytes(b"\x01" * len(members), "little")
-            self._members[name] = members
+                self.digits[value] = (name, count, devices)
+                self._starts[name].append(count)
+                count += len(devices)
+                if devices not in self._indices:
+                    self._indices[devices] = {device: i for i, device in enumerate(devices)}
+            self.full[name] = int.from_bytes(b"\x01" * count, "little")
 
-    def total(self, value: ValueId, device: int) -> Total:
+    def total(self, value: ValueId, device: DeviceId) -> Total:
         """The sum of one contribution."""
         name, base, devices = self.digits[value]
-        digit = base + devices.index(device)
+        digit = base + self._indices[devices][device]
         return Total(name, 1 << (8 * digit), hash((name, digit)))
+
+    def images(
+        self, total: Total, renamings: Sequence[Callable[[DeviceId], DeviceId]]
+    ) -> list[Total]:
+        """What *total* is on other devices of its role, whose symmetries are *renamings* (of a folded plan)."""
+        counts = total.counts.to_bytes((total.counts.bit_length() + 7) // 8, "little")
+        digits = [(found.start(), counts[found.start()]) for found in _DIGITS.finditer(counts)]
+        owners = [(self._owner(total.name, digit), count) for digit, count in digits]
+        size = (self.full[total.name].bit_length() + 7) // 8
+        images: list[Total] = []
+        for number, renamed in enumerate(renamings):
+            moved = [
+                (self.digits[value][1] + self._indices[self.digits[value][2]][renamed(device)], n)
+                for (value, device), n in owners
+            ]
+            history = hash((total.history, number))
+            counted = _number(moved, size)
+            images.append(Total(total.name, counted, history, total.shard, total.final))
+        return images
+
+    def _owner(self, name: str, digit: int) -> tuple[ValueId, DeviceId]:
+        """The value and the device that a digit stands for."""
+        starts = self._starts[name]
+        index = bisect_right(starts, digit) - 1
+        value = self._values[name][index]
+        return value, self.digits[value][2][digit - starts[index]]
 
     def difference(self, dag: Dag, total: Total) -> str:
         """Which contributions *total* lacks or has more than once."""
-        members = self._members[total.name]
-        counts = total.counts.to_bytes(
-            max(len(members), (total.counts.bit_length() + 7) // 8), "little"
-        )
-        lines = [
-            f"    {'missing' if count == 0 else f'{count} times'}: "
-            f"{describe_value(dag, value)} from device {device}"
-            for (value, device), count in zip(members, counts, strict=False)
-            if count != 1
-        ]
-        return "\n".join(lines[:8] + ([f"    … {len(lines) - 8} more"] if len(lines) > 8 else []))
+        size = (self.full[total.name].bit_length() + 7) // 8
+        counts = total.counts.to_bytes(max(size, (total.counts.bit_length() + 7) // 8), "little")
+        wrong = [(digit, count) for digit, count in enumerate(counts[:size]) if count != 1]
+        lines: list[str] = []
+        for digit, count in wrong[:8]:
+            value, device = self._owner(total.name, digit)
+            many = "missing" if count == 0 else f"{count} times"
+            lines.append(f"    {many}: {describe_value(dag, value)} from device {device}")
+        return "\n".join(lines + ([f"    … {len(wrong) - 8} more"] if len(wrong) > 8 else []))
+
+
+_DIGITS = re.compile(rb"[^\0]")
+
+
+def _number(digits: Sequence[tuple[int, int]], size: int) -> int:
+    """The integer with these digits, by place, of *size* bytes."""
+    if (
+        len(digits) <= 4
+    ):  # large numbers that are almost all zeros: filling in all of them takes longer
+        return sum(digit << (8 * place) for place, digit in digits)
+    filled = bytearray(size)
+    for place, digit in digits:
+        filled[place] = digit
+    return int.from_bytes(filled, "little")
+
+
+_Columns: TypeAlias = list[list[Total | None]]
+"""The totals that each member of a rendezvous gives, or gets."""
 
 
 class _Symbolic:
@@ -115,7 +167,7 @@ class _Symbolic:
             for slot in trace.writes[i]:
                 value = trace.values[slot]
                 if value in digits:
-                    self.totals[device][slot] = self.origins.total(value, device)
+                    self.totals[device][slot] = self.origins.total(value, trace.device)
         yield from self.copies()
 
     def accumulate(self, device: int, i: int) -> Iterator[str]:
@@ -144,15 +196,12 @@ class _Symbolic:
         if self.norms.concerned(places):
             yield from self.norms.meet(places)
             return
-        given = [
-            [
-                self.totals[member].get(slot)
-                for slot in self.subject.traces[member].reads[at[member]]
-            ]
-            for member in meeting.members
-        ]
+        given = self.given(meeting.members, at)
         if meeting.role == "refresh":
             yield from self.refresh(places)
+            return
+        if given is None:
+            yield f"{self.subject.at(device, first)}: meets devices that no member stands for; plan without folding"
             return
         if all(total is None for totals in given for total in totals):
             return
@@ -174,6 +223,39 @@ class _Symbolic:
             self.totals[place].update(
                 {s: t for s, t in zip(writes, mine, strict=False) if t is not None}
             )
+
+    def given(self, members: Sequence[DeviceId], at: Mapping[int, int]) -> _Columns | None:
+        """The totals that each member of a rendezvous gives: of a device without a program, the images of those of the one that
+        stands for it. ``None`` if that one takes no part. *at* are the positions in the programs.
+        """
+        traces, roles = self.subject.traces, self.subject.roles
+        mine = {d: [self.totals[d].get(s) for s in traces[d].reads[i]] for d, i in at.items()}
+        if roles is None or len(at) == len(members):
+            return [mine[member] for member in members]
+        others: dict[int, list[DeviceId]] = {}
+        for member in members:
+            if member not in at:
+                others.setdefault(roles.first(member), []).append(member)
+        if not others.keys() <= mine.keys():
+            return None
+        columns: dict[int, list[Total | None]] = dict(mine)
+        for first, devices in others.items():
+            images = [self._images(total, devices, roles) for total in mine[first]]
+            for number, device in enumerate(devices):
+                columns[device] = [image[number] for image in images]
+        return [columns[member] for member in members]
+
+    def _images(
+        self, total: Total | None, devices: Sequence[DeviceId], roles: Roles
+    ) -> Sequence[Total | None]:
+        if total is None:
+            return [None] * len(devices)
+        renamings = [partial(roles.moved, to=device) for device in devices]
+        images = self.origins.images(total, renamings)
+        if total.shard == WHOLE:
+            return images
+        shards = [self.slice_on(device, total.name) for device in devices]
+        return [replace(image, shard=shard) for image, shard in zip(images, shards, strict=True)]
 
     def refresh(self, places: Sequence[Place]) -> Iterator[str]:
         """Whole parameters are remade of slices: all of these must have been updated."""
@@ -328,10 +410,6 @@ class _Symbolic:
                 )
 
 
-_Columns: TypeAlias = list[list[Total | None]]
-"""The totals that each member of a rendezvous gives, or gets."""
-
-
 def _carry(given: _Columns) -> _Columns:
     """A message or a broadcast: all get what the first member has."""
     return [given[0]] * len(given)
@@ -348,8 +426,10 @@ def _reduce_scatter(given: _Columns) -> _Columns | None:
     sums = _sums(given)
     if sums is None or any(total is None or total.shard != WHOLE for total in sums):
         return None
+    mine = [total for total in sums if total is not None]
     return [
-        [replace(total, shard=i) for total in sums if total is not None] for i in range(len(given))
+        [Total(total.name, total.counts, total.history, i, total.final) for total in mine]
+        for i in range(len(given))
     ]
 
 

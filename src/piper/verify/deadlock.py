@@ -105,7 +105,7 @@ class Execution:
                 key = self.meeting_of[device][i]
                 together = self.arrived.setdefault(key, [])
                 together.append(place)
-                if len(together) < len(meeting.members):
+                if len(together) < len(self.subject.members(meeting)):
                     continue
                 del self.arrived[key]
             self.completed.append(tuple(together))
@@ -208,7 +208,7 @@ def _waits_for(execution: Execution, place: Place) -> Link:
     here = {d for d, _ in execution.arrived[key]}
     meeting = trace.meetings[i]
     assert meeting is not None
-    absent = next(d for d in meeting.members if d not in here)
+    absent = next(d for d in execution.subject.members(meeting) if d not in here)
     return (device, i, "meets", absent, _position(execution, absent, key))
 
 

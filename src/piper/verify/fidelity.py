@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from piper.ids import DeviceId, NodeId, Slot, ValueId
-from piper.ir.dag import STATE, Chunk, Comm, LossKind, Node, Role
+from piper.ir.dag import STATE, Chunk, Comm, DeviceGroup, LossKind, Node, Role
 from piper.ops.accumulate import Accumulate, Sum
 from piper.ops.base import Instruction, LocalWork, Site
 from piper.ops.compute import Call, Compute
@@ -27,6 +27,8 @@ def check_fidelity(subject: Subject) -> Iterator[Problem]:
     """Problems, device by device."""
     expected = _Expected(subject)
     for trace in subject.traces:
+        if trace.device not in subject.present:
+            continue
         for text in _Device(subject, trace, expected).run():
             yield Problem(CHECK, text)
 
@@ -36,6 +38,8 @@ class _Expected:
 
     def __init__(self, subject: Subject) -> None:
         dag = subject.dag
+        self._here: dict[DeviceGroup, DeviceGroup] = {}
+        self._subject = subject
         self.nodes: list[list[NodeId]] = [[] for _ in subject.traces]
         self.summands: list[list[ValueId]] = [[] for _ in subject.traces]
         self.reports: list[list[ValueId]] = [[] for _ in subject.traces]
@@ -51,7 +55,7 @@ class _Expected:
             if isinstance(node, Chunk) and isinstance(node.work, Sum):
                 self._sum(node)
                 continue
-            for device in node.participants:
+            for device in self._present(node.participants):
                 self.nodes[device].append(node.id)
             if isinstance(node, Chunk):
                 self.numbers[node.id] = dag.microbatch(node.tags)
@@ -66,10 +70,16 @@ class _Expected:
         if dag.grad_norm is not None:
             self.reported[dag.grad_norm[0]] = ("grad_norm", 0)
         self._homes: dict[ValueId, tuple[DeviceId, ...]] = {}
-        self._subject = subject
         for value in self.reported:
             for device in self.reporters(value):
                 self.reports[device].append(value)
+
+    def _present(self, devices: DeviceGroup) -> DeviceGroup:
+        """Those of *devices* that have a program; remembered, since large groups occur often."""
+        if (known := self._here.get(devices)) is None:
+            present = self._subject.present
+            known = self._here[devices] = tuple(d for d in devices if d in present)
+        return known
 
     def _sum(self, node: Chunk) -> None:
         """A sum of one value is another name of it; one of several is done by ``Accumulate`` as they come."""
@@ -78,7 +88,7 @@ class _Expected:
             self.aliases.update(zip(node.outputs, node.inputs, strict=True))
         else:
             self.sum_of.update({v: node.outputs[i // each] for i, v in enumerate(node.inputs)})
-            for device in node.participants:
+            for device in self._present(node.participants):
                 self.summands[device].extend(node.inputs)
 
     def _updated(self, node: Chunk, work: Update) -> Iterator[tuple[ValueId, ValueId]]:
@@ -111,7 +121,7 @@ class _Expected:
         if producer is None:
             homes = tuple(t.device for t in self._subject.traces if value in t.values)
         else:
-            homes = delivered_to(dag.nodes[producer])
+            homes = self._present(delivered_to(dag.nodes[producer]))
         self._homes[value] = homes
         return homes
 

@@ -24,7 +24,8 @@ def check_matching(subject: Subject) -> Iterator[Problem]:
 def positions(subject: Subject) -> dict[CommunicatorId, dict[DeviceId, list[int]]]:
     """Per communicator and member, the instructions that use it, in issue order."""
     used: dict[CommunicatorId, dict[DeviceId, list[int]]] = {
-        info.name: {member: [] for member in info.members} for info in subject.plan.communicators
+        info.name: {member: [] for member in info.members if member in subject.present}
+        for info in subject.plan.communicators
     }
     for trace in subject.traces:
         device = trace.device

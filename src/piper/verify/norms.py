@@ -6,7 +6,7 @@ Executed with symbols, beside the sums of ``contributions``: a norm is the list 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from piper.ids import Slot
+from piper.ids import DeviceId, Slot
 from piper.ops.all_reduce import AllReduceBucket
 from piper.ops.grad_norm import CombineParts, FinishNorm, MeasureGradients, Norm
 from piper.ops.update import OptimizerStep
@@ -68,12 +68,37 @@ class Norms:
         parts = [self.norms[d].get(s) for d, i in places for s in traces[d].reads[i]]
         mine = [part for part in parts if part is not None and not part.finished]
         complete = len(mine) == len(parts) == len(places)
+        mine += self._images(places, parts)
         if not complete or not self._combines(traces[device].instructions[first]):
             yield f"{self.subject.at(device, first)}: does not combine one part of the norm of each member"
             return
         together = Measured.together(mine)
         for d, i in places:
             self.norms[d].update(dict.fromkeys(traces[d].writes[i], together))
+
+    def _images(
+        self, places: Sequence[Place], parts: Sequence[Measured | None]
+    ) -> Iterator[Measured]:
+        """The parts of members without a program: those of the device that stands for each, with that member's slices."""
+        roles = self.subject.roles
+        if roles is None:
+            return
+        meeting = self.subject.traces[places[0][0]].meetings[places[0][1]]
+        assert meeting is not None
+        given = {device: part for (device, _), part in zip(places, parts, strict=False)}
+        for member in meeting.members:
+            part = given.get(roles.first(member))
+            if member in given or part is None:
+                continue
+            counted = tuple(
+                (name, k if k == WHOLE else self._slice(name, member)) for name, k in part.counted
+            )
+            yield Measured(counted, part.history)
+
+    def _slice(self, name: str, device: int) -> int:
+        """Which slice of a parameter *device* holds."""
+        groups = self.subject.dag.shards[name]
+        return next(g.index(DeviceId(device)) for g in groups if device in g)
 
     def _combines(self, instruction: object) -> bool:
         clip = self.subject.dag.clip

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from piper.ids import NodeId, Slot
-from piper.ir.dag import Chunk
+from piper.ir.dag import Chunk, DeviceGroup
 from piper.ops.accumulate import Accumulate
 from piper.verify.trace import Problem, Subject, Trace, table
 
@@ -30,8 +30,16 @@ def _orders(subject: Subject) -> dict[int, dict[NodeId, list[tuple[NodeId, int]]
     """The order edges that bind each device: between nodes that both run there."""
     dag = subject.dag
     orders: dict[int, dict[NodeId, list[tuple[NodeId, int]]]] = {}
+    present: dict[DeviceGroup, DeviceGroup] = {}
+
+    def here(node: NodeId) -> DeviceGroup:
+        devices = dag.nodes[node].participants
+        if (known := present.get(devices)) is None:
+            known = present[devices] = tuple(d for d in devices if d in subject.present)
+        return known
+
     for edge in dag.order:
-        before, after = dag.nodes[edge.before].participants, dag.nodes[edge.after].participants
+        before, after = here(edge.before), here(edge.after)
         for device in before if before == after else set(before) & set(after):
             mine = orders.setdefault(device, {})
             mine.setdefault(edge.after, []).append((edge.before, edge.directive))

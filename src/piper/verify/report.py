@@ -8,7 +8,9 @@ from piper.verify.trace import Subject
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Counts over a verified plan. ``messages`` counts each message once, ``collectives`` each collective once."""
+    """Counts over a verified plan. ``messages`` counts each message once, ``collectives`` each collective once. Of a folded plan,
+    ``instructions``, ``waits`` and ``streams`` are those of the devices that have a program.
+    """
 
     devices: int
     nodes: int
@@ -24,12 +26,13 @@ class Report:
         """Count *subject*."""
         roles: Counter[str] = Counter()
         members = 0.0
+        alike = {role[0]: len(role) for role in subject.plan.represented()}
         for trace in subject.traces:
             for meeting in trace.meetings:
                 if meeting is not None:
-                    roles[meeting.role] += 1
+                    roles[meeting.role] += alike[trace.device]
                     if meeting.role not in ("send", "receive"):
-                        members += 1 / len(meeting.members)
+                        members += alike[trace.device] / len(meeting.members)
         return cls(
             devices=len(subject.traces),
             nodes=len(subject.dag.nodes),

@@ -14,6 +14,7 @@ from piper.ops.base import CommunicatorId, Instruction, Rendezvous
 from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.model import CommunicatorInfo, DevicePlan, Plan
+from piper.plan.roles import Roles, find_roles
 from piper.verify.aliases import find_aliases
 from piper.verify.trace import Messages, Problem, Subject, Trace, node_label
 
@@ -27,6 +28,9 @@ def check_structure(plan: Plan) -> tuple[Subject, list[Problem]]:
     if problems:
         return Subject(plan, (), messages), problems
     communicators = {info.name: info for info in plan.communicators}
+    roles = find_roles(plan.dag, plan.num_devices) if plan.roles else None
+    if roles is not None and (problems := [Problem(CHECK, text) for text in _roles(plan, roles)]):
+        return Subject(plan, (), messages), problems
     problems += (Problem(CHECK, text) for text in _communicators(plan))
     traces = []
     for device in plan.devices:
@@ -41,7 +45,7 @@ def check_structure(plan: Plan) -> tuple[Subject, list[Problem]]:
         problems += (Problem(CHECK, text) for text in _instructions(plan, trace, communicators))
         find_aliases(trace, plan.dag.bodies)
         traces.append(trace)
-    return Subject(plan, tuple(traces), messages), problems
+    return Subject(plan, tuple(traces), messages, roles), problems
 
 
 def _header(plan: Plan) -> Iterator[str]:
@@ -73,6 +77,21 @@ def _header(plan: Plan) -> Iterator[str]:
     for guard in dag.guards:
         if not evaluate(guard, plan.bindings):
             yield f"the capture holds only under {guard}, which {dict(plan.bindings)} does not meet"
+
+
+def _roles(plan: Plan, roles: Roles) -> Iterator[str]:
+    """The roles are those that the DAG's symmetries give, and only their first devices have a program."""
+    if plan.roles != roles.roles:
+        differing = [role for role in plan.roles if role not in roles.roles]
+        yield (
+            f"the plan is folded into {len(plan.roles)} roles, the symmetries of its DAG give {len(roles.roles)}; "
+            f"not among them: {[list(role[:6]) for role in differing[:3]]}"
+        )
+        return
+    first = {role[0] for role in plan.roles}
+    for mine in plan.devices:
+        if mine.device not in first and (mine.instructions or mine.slots):
+            yield f"device {mine.device} has a program, though device {roles.first(mine.device)} stands for it"
 
 
 def _communicators(plan: Plan) -> Iterator[str]:

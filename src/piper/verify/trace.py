@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from piper.ids import DeviceId, EventId, NodeId, Slot, Stream, ValueId
 from piper.ir.body import TensorSpec
 from piper.ir.dag import Dag
-from piper.ops.base import Instruction, Message, Rendezvous
+from piper.ops.base import CommunicatorId, Instruction, Message, Rendezvous
 from piper.plan.model import DevicePlan, Plan
+from piper.plan.roles import Roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +72,40 @@ class Messages:
         return messages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Subject:
-    """The plan under verification and its traces, one per device, in device order."""
+    """The plan under verification and its traces, one per device, in device order. Of a folded plan, ``roles`` says which devices others
+    stand for; these have empty traces.
+    """
 
     plan: Plan
     traces: tuple[Trace, ...]
     messages: Messages
+    roles: Roles | None = None
 
     @property
     def dag(self) -> Dag:
         """The training DAG that the plan must implement."""
         return self.plan.dag
+
+    @cached_property
+    def present(self) -> frozenset[DeviceId]:
+        """The devices that have a program."""
+        return frozenset(role[0] for role in self.plan.represented())
+
+    def members(self, meeting: Rendezvous) -> tuple[DeviceId, ...]:
+        """The members of a rendezvous that have a program."""
+        if self.roles is None:
+            return meeting.members
+        known = self._members.get(meeting.communicator)
+        if known is None:
+            known = tuple(d for d in meeting.members if d in self.present)
+            self._members[meeting.communicator] = known
+        return known
+
+    @cached_property
+    def _members(self) -> dict[CommunicatorId, tuple[DeviceId, ...]]:
+        return {}
 
     def at(self, device: int, position: int) -> str:
         """An instruction for people: device, position, text, node."""

@@ -1,5 +1,7 @@
 """Transfers: a value travels to each device group that reads it and does not make it."""
 
+from functools import lru_cache
+
 from msgspec.structs import replace
 
 from piper.errors import PlacementError
@@ -47,8 +49,14 @@ def transfer(
         raise PlacementError(
             f"{where}: linked device groups must have equal sizes (member i sends to member i)"
         )
-    pairs = tuple(zip(maker.devices, to, strict=True))
+    pairs = _pairs(maker.devices, to)
     if not set(maker.devices).isdisjoint(to):
         raise PlacementError(f"{where}: linked device groups must be the same, or share no device")
     node = communication(Transfer(), maker.tags, (value,), pairs, stream, maker.pass_)
     return builder.add(node, [builder.values[value]])[0]
+
+
+@lru_cache(maxsize=1024)
+def _pairs(senders: DeviceGroup, receivers: DeviceGroup) -> tuple[DeviceGroup, ...]:
+    """Member i with member i: one object, however many messages go between two large groups."""
+    return tuple(zip(senders, receivers, strict=True))
