@@ -480,11 +480,15 @@ class Chart {
         c.fillStyle = palette.text;
         c.font = `600 ${FONT}`;
         const others = row.device.stands_for.count - 1;
-        c.fillText(`device ${row.device.device}${others > 0 ? ` +${others}` : ""}`, 12, middle);
+        const name = `device ${row.device.device}${others > 0 ? ` +${others}` : ""}`;
+        c.fillText(name, 12, middle);
+        const left = GUTTER - 12 - 12 - c.measureText(name).width - 6;
         c.textAlign = "right";
         c.font = SMALL_FONT;
         c.fillStyle = palette.soft;
-        c.fillText(`${Math.round(100 * (1 - row.device.bubble))} % busy`, GUTTER - 12, middle);
+        const busy = `${Math.round(100 * (1 - row.device.bubble))} %`;
+        const text = [`${busy} busy`, busy].find((t) => c.measureText(t).width <= left);
+        if (text) c.fillText(text, GUTTER - 12, middle);
       } else if (row.lane) {
         c.fillStyle = palette.soft;
         c.font = SMALL_FONT;

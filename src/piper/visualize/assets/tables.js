@@ -74,7 +74,7 @@ class Tables {
       return make("span", {}, ...parts.flatMap((part, i) => (i ? [make("br"), make("span", { class: "hint" }, part)] : [part])));
     };
     const rows = first.devices.map((d) => [
-      `${d.device}${more(d.stands_for)}`,
+      make("span", { title: `devices ${d.stands_for.text}` }, `${d.device}${d.stands_for.count > 1 ? ` +${d.stands_for.count - 1}` : ""}`),
       cell(d.device, (x) => seconds(x.busy)),
       cell(d.device, (x) => percent(x.bubble)),
       cell(d.device, (x) => seconds(x.exposed)),
