@@ -1,7 +1,7 @@
 """Piper: programmable distributed training for PyTorch.
 
 Annotate regions of a model, state a strategy as directives, and train: see :func:`compile`. Step by step:
-:func:`capture`, :func:`apply`, :func:`plan`, :func:`verify`, :func:`simulate`; :func:`check` compares a strategy with single-process training.
+:func:`capture`, :func:`apply`, :func:`plan`, :func:`verify`, :func:`simulate`, :func:`visualize`; :func:`check` compares a strategy with single-process training.
 
 Each name is imported when it is first used: ``import piper`` alone loads neither PyTorch nor Ray.
 """
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from piper.simulate import simulate
     from piper.simulate.timeline import Timeline, load_timeline
     from piper.verify import verify
+    from piper.visualize.picture import visualize
 
 __all__ = [
     "CheckReport",
@@ -76,6 +77,7 @@ __all__ = [
     "simulate",
     "strategies",
     "verify",
+    "visualize",
 ]
 
 _HOMES = {
@@ -113,6 +115,7 @@ _HOMES = {
     "save_plan": "piper.plan.codec",
     "simulate": "piper.simulate",
     "verify": "piper.verify",
+    "visualize": "piper.visualize.picture",
 }
 """Where each public function and class lives."""
 

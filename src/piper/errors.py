@@ -56,6 +56,10 @@ class MemoryBudgetError(PiperError):
     """A device needs more memory for a step than it may use."""
 
 
+class PictureError(PiperError):
+    """A timeline cannot be drawn, or its picture not written."""
+
+
 class VerificationError(PiperError):
     """A plan violates an invariant and must not be run."""
 

@@ -36,7 +36,17 @@ def test_version(piper):
 
 
 def test_every_command_has_a_help(piper):
-    commands = ("train", "plan", "check", "convert", "doctor")
+    commands = (
+        "train",
+        "plan",
+        "simulate",
+        "profile",
+        "explain",
+        "view",
+        "check",
+        "convert",
+        "doctor",
+    )
     listed = piper("--help").stdout
     for command in commands:
         assert command in listed

@@ -172,6 +172,47 @@ def simulate(
 
 
 @app.command()
+def view(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A timeline (TIMELINE.json), or a CONFIG.toml to be simulated."
+        ),
+    ],
+    compare: Annotated[
+        Path | None, typer.Option(metavar="SOURCE", help="Another one to draw below it.")
+    ] = None,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="What to write: .html, .svg or .json (a trace)."
+        ),
+    ] = Path("schedule.html"),
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="A100, H100, H200, CPU or unit, for a CONFIG.toml.")
+    ] = "unit",
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Durations that `piper profile` measured."),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines (default: as many as needed).")
+    ] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices per machine.")
+    ] = None,
+    traceback: Traceback = False,
+) -> None:
+    """Draw a step as a page to look around in, or as a static picture."""
+    with _reporting(traceback):
+        from piper.cli.simulate import Choice
+        from piper.cli.view import view as run
+
+        choice = Choice(device, profile, nodes, devices_per_node)
+        run(source, Console(), choice, output=output, compare=compare)
+
+
+@app.command()
 def profile(
     config: ConfigPath,
     output: Annotated[

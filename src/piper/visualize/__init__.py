@@ -1,1 +1,1 @@
-"""Pictures of plans and timelines: text, trace files, HTML."""
+"""Pictures of plans and timelines: text, pages, static pictures, trace files."""
