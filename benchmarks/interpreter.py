@@ -263,7 +263,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(machine())
     instruction_costs()
-    recording_cost(128, 1, 64, rounds=100)
+    recording_cost(128, 2, 64, rounds=100)
     recording_cost(256, 2, 64, rounds=50)
     layer_against_eager(128, 2, 64, rounds=200)
     layer_against_eager(256, 2, 64, rounds=100)

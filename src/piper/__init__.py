@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from piper.api import strategies
     from piper.api.check import CheckReport, check
     from piper.api.compile import compile  # noqa: A004  (users write piper.compile)
+    from piper.api.explain import explain
     from piper.api.trainer import Trainer, TrainResult
     from piper.capture import annotate, annotate_module, capture
     from piper.capture.precision import LossScale, Precision
@@ -65,6 +66,7 @@ __all__ = [
     "compile",
     "dump_strategy",
     "errors",
+    "explain",
     "hardware",
     "load_plan",
     "load_profile",
@@ -106,6 +108,7 @@ _HOMES = {
     "check": "piper.api.check",
     "compile": "piper.api.compile",
     "dump_strategy": "piper.directives.strategy",
+    "explain": "piper.api.explain",
     "hardware": "piper.plan.costs",
     "load_plan": "piper.plan.codec",
     "load_profile": "piper.plan.profile",

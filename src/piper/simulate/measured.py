@@ -37,6 +37,7 @@ def measured_timeline(
 ) -> Timeline:
     """The timeline of a step of *plan* with *spans* by device. *memory* is the planned one, on the measured times.
 
+    The step lasts from when the first device begins it until the last is done: longer than any device takes, as they do not begin together.
     A message or collective is drawn from when its last member issued it to when its first member was seen to have it.
     """
     links = connect(plan, host_blocks=host_blocks)
