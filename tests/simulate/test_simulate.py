@@ -14,6 +14,7 @@ from piper.ops.compute import Compute
 from piper.ops.p2p import Send
 from piper.plan.account import account, adam_bytes
 from piper.plan.costs import Hardware, UnitCosts, hardware
+from piper.plan.memory import Category
 from piper.plan.profile import Profile, Rate, load_profile
 from piper.plan.topology import Link, Topology
 from piper.plan.work import body_work
@@ -102,6 +103,17 @@ def test_memory_is_the_planned_one():
         assert max(map(sum, zip(*mine.memory.nbytes.values(), strict=True))) == planned.peak
         assert list(mine.memory.times) == sorted(mine.memory.times)
         assert sum(mine.peak_by_category.values()) == planned.peak
+
+
+def test_memory_rises_when_the_forwards_run():
+    """Receives are posted long before their messages come: what follows them is not late for that."""
+    line = simulate(flat(2, 4, schedules.one_f_one_b(2, 4)), UNIT)
+    curve = line.devices[0].memory
+    assert curve.times[0] == 0.0
+    activations = zip(curve.times, curve.nbytes[Category.ACTIVATIONS.value], strict=True)
+    risen = [time for time, nbytes in activations if nbytes]
+    assert risen[0] == 1.0  # when the first of them ends
+    assert 2.0 in risen
 
 
 def test_the_critical_path_is_as_long_as_the_step_and_explains_it():

@@ -142,12 +142,13 @@ class _Builder:
         )
 
     def _curve(self, device: DeviceId, memory: DeviceMemory) -> MemoryCurve:
-        """Memory after each instruction, at the time at which it is complete; of communication, issued."""
+        """Memory after each instruction, at the time at which it is complete. Communication takes its memory when it is issued, which
+        does not wait for the peers: with the instruction before it.
+        """
         return curve(memory, [self._when(place) for place in self.run.places(device)])
 
     def _when(self, place: int) -> float:
-        asynchronous = self.run.meeting[place] != NOTHING
-        return self.run.start[place] if asynchronous else self.run.end[place]
+        return 0.0 if self.run.meeting[place] != NOTHING else self.run.end[place]
 
 
 def curve(memory: DeviceMemory, times: Sequence[float]) -> MemoryCurve:
