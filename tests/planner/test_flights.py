@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from piper.simulate.memory import account
 from torch import nn
 
 import piper
@@ -17,6 +16,7 @@ from piper.ops.compute import Compute
 from piper.ops.reduce_scatter import ReduceScatterBucket
 from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
+from piper.plan.account import account
 from piper.plan.memory import Category
 from piper.runtime.state import OptimizerSpec
 
