@@ -335,8 +335,9 @@ def work(rank: int, setup: Setup) -> None:
             dist.barrier()
             if turn >= setup.warm_up:
                 seconds[name].append(time.perf_counter() - at)
-        kind = "warm-up" if turn < setup.warm_up else "round"
-        say(rank, f"{kind} {turn + 1} of {setup.warm_up + setup.rounds}: {time.perf_counter() - began:.0f} s")
+        took = time.perf_counter() - began
+        kind = " of warm-up" if turn < setup.warm_up else ""
+        say(rank, f"round {turn + 1} of {setup.warm_up + setup.rounds}{kind}: {took:.0f} s")
     elapsed = time.perf_counter() - started
     mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
     dist.all_reduce(mine)
@@ -407,7 +408,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model, two rounds, for development")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("setup", nargs="?", help=argparse.SUPPRESS)
-    if "--quick" in sys.argv:
+    if parser.parse_known_args()[0].quick:
         parser.set_defaults(**QUICK)
     options = parser.parse_args()
     if options.rank >= 0:
