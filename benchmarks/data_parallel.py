@@ -405,7 +405,9 @@ def main() -> None:
     parser.add_argument("--counts", default="1,4", help="microbatches per process and step")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--trace", action="store_true", help="where the time goes")
-    parser.add_argument("--quick", action="store_true", help="a small model, two rounds, for development")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, two rounds, for development"
+    )
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("setup", nargs="?", help=argparse.SUPPRESS)
     if parser.parse_known_args()[0].quick:

@@ -104,7 +104,9 @@ class Step:
                 self.schedule,
                 groups,
                 self.microbatches,
-                num_virtual_stages=self.num_stages // 2 if SCHEDULES[self.schedule].virtual_stages else None,
+                num_virtual_stages=self.num_stages // 2
+                if SCHEDULES[self.schedule].virtual_stages
+                else None,
                 zero=self.zero,
                 bucket_size=self.bucket_size,
             ),
