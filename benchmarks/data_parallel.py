@@ -22,6 +22,8 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
 
 import msgspec
 import torch
@@ -43,7 +45,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import piper
-from piper.api.programs import Programs, model_tensors
+from piper.api.programs import model_tensors
+from piper.capture import Captured, capture_with_constants
 from piper.directives.base import Directive
 from piper.ids import DeviceId
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
@@ -52,12 +55,14 @@ from piper.ops.all_reduce import AllReduceBucket
 from piper.ops.reduce_scatter import ReduceScatterBucket
 from piper.ops.wait import Wait
 from piper.plan.model import Plan
-from piper.runtime.batch import Batch
+from piper.runtime.batch import Batch, signature
 from piper.runtime.state import OptimizerSpec, ParamsArgument
 from piper.runtime.worker import Worker
 
 REPLICAS = 2
 WARM_UP = 2
+QUICK = {"width": 128, "layers": 4, "seq_len": 64}
+"""The model of ``--quick``, where nothing else is asked for."""
 ALONE = "alone"
 MIB = 1 << 20
 
@@ -69,6 +74,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     link: Link
     port: int
+    warm_up: int
     rounds: int
     width: int
     layers: int
@@ -158,22 +164,30 @@ def breadth_first(layers: int) -> piper.Order:
     return piper.Order(forward + backward)
 
 
+@cache
+def captured_model(setup: Setup) -> tuple[Transformer, Captured]:
+    """One model and one capture, at the size of a microbatch, for all variants."""
+    model = build_model(setup)
+    batch = batch_of(setup, 1, 1)
+    return model, capture_with_constants(model, transformer_loss, batch, batch_size=setup.rows)
+
+
 class PiperRun:
     """Training of one variant in this process."""
 
     def __init__(self, variant: str, rank: int, setup: Setup, count: int, store: Store) -> None:
-        model = build_model(setup)
         size = 1 if variant == ALONE else REPLICAS
         batch = batch_of(setup, count, size)
-        strategy = strategy_of(variant, setup, count)
-        program = Programs(model, transformer_loss, strategy).training(batch)
-        self.plan: Plan = program.plan
+        model, captured = captured_model(setup)
+        dag = replace(captured.dag, batch_size=size * count * setup.rows)
+        self.plan: Plan = piper.plan(piper.apply(dag, strategy_of(variant, setup, count)))
+        piper.verify(self.plan)
         self.device = DeviceId(rank % size)
         host = setup.link.addresses[rank]
         own = PrefixStore(f"{variant} {count} {rank if size == 1 else ''}", store)
         self.backend = OneOf(self.device, size, own, host)
         self.backend.start(size)
-        self.backend.load("train", program.plan, program.signature, program.constants)
+        self.backend.load("train", self.plan, signature(batch), captured.constants)
         self.backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
         self.batch = batch
 
@@ -287,6 +301,12 @@ def torch_run(variant: str, rank: int, setup: Setup, count: int) -> Step:
 # --- measuring ----------------------------------------------------------------------------------
 
 
+def say(rank: int, text: str) -> None:
+    """Progress, of rank 0."""
+    if rank == 0:
+        print(f"data_parallel {text}", file=sys.stderr, flush=True)
+
+
 def work(rank: int, setup: Setup) -> None:
     """One process. Rank 0 prints what it found as JSON."""
     pinned(rank)
@@ -294,6 +314,7 @@ def work(rank: int, setup: Setup) -> None:
     store = join(rank, REPLICAS, setup.link, setup.port)
     message = min(exchange(rank, CHECKED) for _ in range(5))
     runs: dict[str, Step] = {}
+    began = time.perf_counter()
     for count in setup.counts:
         for variant in (ALONE, *setup.variants):
             name = f"{variant} × {count}"
@@ -301,16 +322,22 @@ def work(rank: int, setup: Setup) -> None:
                 runs[name] = torch_run(variant, rank, setup, count)
             else:
                 runs[name] = PiperRun(variant, rank, setup, count, store)
+            say(rank, f"ready: {name}")
+    say(rank, f"{len(runs)} variants ready in {time.perf_counter() - began:.0f} s")
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     busy, started, own = busy_seconds(), time.perf_counter(), time.process_time()
-    for turn in range(WARM_UP + setup.rounds):
+    for turn in range(setup.warm_up + setup.rounds):
+        began = time.perf_counter()
         for name, run in runs.items():
             dist.barrier()
-            began = time.perf_counter()
+            at = time.perf_counter()
             run()
             dist.barrier()
-            if turn >= WARM_UP:
-                seconds[name].append(time.perf_counter() - began)
+            if turn >= setup.warm_up:
+                seconds[name].append(time.perf_counter() - at)
+        took = time.perf_counter() - began
+        kind = " of warm-up" if turn < setup.warm_up else ""
+        say(rank, f"round {turn + 1} of {setup.warm_up + setup.rounds}{kind}: {took:.0f} s")
     elapsed = time.perf_counter() - started
     mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
     dist.all_reduce(mine)
@@ -357,7 +384,8 @@ def report(setup: Setup, found: Found, rate: float) -> None:
             name = f"{variant} × {count}"
             taken = found.seconds[name]
             sent = found.sent.get(name) or torch_sent(variant, found.parameters, count)
-            bound = min(1.0, min(alone) / (sent / rate))
+            crossing = sent / rate  # none on the loopback device, whose rate has no limit
+            bound = min(1.0, min(alone) / crossing) if crossing else 1.0
             minima, middle = compared(taken, alone)
             print(
                 f"data_parallel × {count} {variant:21} {min(taken) * 1e3:7.1f} ms, of the ideal {minima:.3f} (median {middle:.3f}), "
@@ -377,9 +405,13 @@ def main() -> None:
     parser.add_argument("--counts", default="1,4", help="microbatches per process and step")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--trace", action="store_true", help="where the time goes")
-    parser.add_argument("--quick", action="store_true", help="two rounds, for development")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, two rounds, for development"
+    )
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("setup", nargs="?", help=argparse.SUPPRESS)
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(**QUICK)
     options = parser.parse_args()
     if options.rank >= 0:
         work(options.rank, msgspec.json.decode(options.setup, type=Setup))
@@ -396,6 +428,7 @@ def main() -> None:
             setup = Setup(
                 link=link,
                 port=free_port(),
+                warm_up=1 if options.quick else WARM_UP,
                 rounds=2 if options.quick else options.rounds,
                 width=options.width,
                 layers=options.layers,

@@ -339,10 +339,13 @@ def test_optimizers_that_look_at_whole_matrices_see_them():
 
 
 @pytest.mark.parametrize(
-    ("precision", "options"), [("bf16", ZERO[0]), (FP16, ZERO[1]), ("bf16", ZERO[2])], ids=str
+    ("precision", "options"),
+    [("bf16", ZERO[0]), (FP16, ZERO[1]), ("bf16", ZERO[2]), (None, ZERO[3])],
+    ids=str,
 )
 def test_a_step_uses_the_memory_that_the_plan_says(options, precision):
-    policy, batch, model = make_precision(precision), data(), Model()
+    policy = None if precision is None else make_precision(precision)
+    batch, model = data(), Model()
     program = Programs(model, mse, strategy(**options), precision=policy).training(batch)
     spec = OptimizerSpec(torch.optim.Adam)
     found = measure(program.plan, batch, model_tensors(model), spec, program.constants)

@@ -3,9 +3,11 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from random import Random
 
 import pytest
 import torch
+from tests.plan.odd import Step, random_step
 from torch import nn
 
 import piper
@@ -19,7 +21,7 @@ from piper.devices.memory import InMemoryCommunicator
 from piper.directives.replicate import Replicate
 from piper.dtypes import DType
 from piper.ir.body import Body, Call, Ref, TensorSpec
-from piper.ir.dag import Role
+from piper.ir.dag import GradientUse, Role
 from piper.ir.storages import Given, Made, output_memory
 from piper.models import (
     Transformer,
@@ -38,8 +40,10 @@ from piper.runtime.code import chunk_function
 from piper.runtime.state import ModelState, OptimizerSpec
 
 ROWS, LENGTH, VOCABULARY, LAYERS = 2, 8, 32, 4
-VIRTUAL = ("interleaved_1f1b",)
-SCHEDULES = ("gpipe", "1f1b", *VIRTUAL)
+VIRTUAL = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+BOUNDED = ("1f1b", "zb_h1", "dualpipe", *VIRTUAL)
+"""The schedules under which the activations of a fixed number of microbatches are alive at once."""
 ADAM = OptimizerSpec(lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
 
 MATRIX = [
@@ -80,7 +84,7 @@ def batch(rows):
 
 def make(tied, pp, dp, zero, schedule, microbatches=4, precision=None):
     """The model, its verified plan, a batch."""
-    virtual = 2 if schedule in VIRTUAL else 1
+    virtual = 2 if schedule in (*VIRTUAL, "looped_bfs") else 1
     model, found = captured(tied, pp * virtual, precision)
     groups = [list(range(dp * rank, dp * (rank + 1))) for rank in range(pp)]
     strategy = pipeline(
@@ -181,24 +185,70 @@ def test_constants_and_losses_that_keep_elementwise_memory():
     require_equal(plan, account(plan, adam_bytes), measured)
 
 
+def require_as_planned(step):
+    model, plan, found = step.plan()
+    measured = measure(plan, step.batch(), model_tensors(model), ADAM, found.constants)
+    require_equal(plan, account(plan, adam_bytes), measured)
+
+
+STEPS = [
+    Step("1f1b", zero=3),
+    Step("1f1b", zero=3, bucket_size=1e-4, loss="weighted", clipped=True),
+    Step("gpipe", zero=2, extra="offload", use=GradientUse.KEEP),
+    Step("zb_h1", zero=0, loss="weighted", use=GradientUse.ADD),
+    Step("zb_h1", zero=2, precision="fp16", extra="recompute"),
+    Step("dualpipe", zero=3, extra="both", precision="bf16"),
+    Step("dualpipe", zero=1, dp=1),
+    Step("zbv", zero=3, extra="offload", use=GradientUse.ADD, clipped=True),
+    Step("dualpipev", zero=2, extra="recompute", bucket_size=1e-4),
+    Step("interleaved_1f1b", zero=1, precision="fp16", loss="weighted", use=GradientUse.KEEP),
+    Step("interleaved_zero_bubble", zero=3, extra="both", bucket_size=1e-4),
+    Step("looped_bfs", zero=3, precision="bf16", use=GradientUse.ADD),
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_odd_steps_use_what_the_plan_says(step):
+    require_as_planned(step)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10))
+def test_any_step_uses_what_the_plan_says(seed):
+    choose = Random(seed)
+    for _ in range(20):
+        require_as_planned(random_step(choose))
+
+
 # --- what schedules and sharding save -----------------------------------------------------------------
 
 
-def activations(schedule, microbatches):
-    _, plan, _ = make(False, 2, 1, 0, schedule, microbatches)
+def activations(schedule, microbatches, dp=1, zero=0):
+    _, plan, _ = make(False, 2, dp, zero, schedule, microbatches)
     return [memory.highest[Category.ACTIVATIONS] for memory in account(plan)]
 
 
-def test_saved_activations_grow_with_the_microbatches_only_without_1f1b():
-    assert activations("1f1b", 4) == activations("1f1b", 8) == activations("1f1b", 16)
-    few, many = activations("gpipe", 4), activations("gpipe", 8)
+@pytest.mark.parametrize("schedule", BOUNDED)
+def test_saved_activations_do_not_grow_with_the_microbatches(schedule):
+    """Under schedules that split the backward, what waits for its second half included."""
+    assert activations(schedule, 4) == activations(schedule, 8) == activations(schedule, 16)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "looped_bfs"])
+def test_saved_activations_grow_where_all_forwards_come_first(schedule):
+    few, many = activations(schedule, 4), activations(schedule, 8)
     assert all(b > 1.8 * a for a, b in zip(few, many, strict=True))
 
 
-def test_measured_activations_do_not_grow_under_1f1b():
+def test_under_sharding_live_activations_are_bounded_by_the_stage_depth():
+    assert activations("1f1b", 2, 2, 3) == activations("1f1b", 16, 2, 3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipev"])
+def test_measured_activations_do_not_grow(schedule):
     found = []
-    for microbatches in (3, 6):
-        model, plan, data = make(False, 2, 1, 0, "1f1b", microbatches)
+    for microbatches in (4, 6):
+        model, plan, data = make(False, 2, 1, 0, schedule, microbatches)
         measured = measure(plan, data, model_tensors(model), ADAM)
         found.append([memory.highest[Category.ACTIVATIONS] for memory in measured])
     assert found[0] == found[1]
@@ -227,7 +277,9 @@ def test_only_the_state_is_left_after_a_step():
         assert in_flight in (0, ROWS * LENGTH * 16 * 4)
 
 
-@pytest.mark.parametrize(("zero", "schedule"), [(1, "1f1b"), (3, "1f1b"), (3, "interleaved_1f1b")])
+@pytest.mark.parametrize(
+    ("zero", "schedule"), [(1, "1f1b"), *((3, schedule) for schedule in BOUNDED)]
+)
 def test_all_gathers_are_executed_as_often_as_the_plan_says(zero, schedule, monkeypatch):
     model, plan, data = make(False, 2, 2, zero, schedule)
     executed = Counter()
@@ -356,7 +408,7 @@ OFFLOADED = [
 
 def offloaded(schedule, pp, dp, zero, extra, microbatches=4, **limits):
     """Like :func:`make`, with more directives."""
-    virtual = 2 if schedule in VIRTUAL else 1
+    virtual = 2 if schedule in (*VIRTUAL, "looped_bfs") else 1
     model, found = captured(False, pp * virtual)
     groups = [list(range(dp * rank, dp * (rank + 1))) for rank in range(pp)]
     strategy = pipeline(

@@ -11,7 +11,7 @@ from piper.errors import CaptureError, PlanError
 from piper.ir.body import Body, Call, Const, Literal, Ref, Sequence, TensorSpec
 from piper.ir.symbols import Expr
 from piper.ops.base import RandomKey
-from piper.runtime.code import chunk_function, chunk_source
+from piper.runtime.code import adding_function, chunk_function, chunk_source
 
 CPU = torch.device("cpu")
 ROWS = TensorSpec((Expr("s0"), 4), DType.FLOAT64)
@@ -117,6 +117,43 @@ def test_values_are_given_up_after_their_last_use():
         run(body(*chain, outputs=(6,)), X)
     # before each call at most its own argument is left
     assert alive == [0, 1, 1, 1, 1, 1]
+
+
+def test_outputs_that_are_added_are_added_and_given_up():
+    """To one total each, as soon as they are made; the same value to two, one that later calls read, and one that is an input."""
+    made = body(
+        call("aten.add.Tensor", Ref(0), 1.0),
+        call("aten.mul.Tensor", Ref(1), 2.0),
+        call("aten.neg.default", Ref(2)),
+        outputs=(1, 3, 2, 2, 0),
+    )
+    totals = [torch.full_like(X, 10.0) for _ in range(4)]
+    function = adding_function(made, {"s0": 3}, CPU, (0, 2, 3, 4))
+    (kept,) = function([X], None, totals)
+    twice = (X + 1) * 2
+    assert torch.equal(kept, -twice)
+    for total, added in zip(totals, (X + 1, twice, twice, X), strict=True):
+        assert torch.equal(total, 10 + added)
+
+
+def test_one_output_that_is_added_is_alive_at_a_time():
+    alive: list[int] = []
+    references: list[weakref.ref[torch.Tensor]] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mul.Tensor:
+                alive.append(sum(r() is not None for r in references))
+                references.append(weakref.ref(result))
+            return result
+
+    made = body(*(call("aten.mul.Tensor", Ref(0), float(i)) for i in range(3)), outputs=(1, 2, 3))
+    totals = [torch.zeros_like(X) for _ in range(3)]
+    with Watch():
+        assert adding_function(made, {"s0": 3}, CPU, (0, 1, 2))([X], None, totals) == ()
+    assert alive == [0, 0, 0]
+    assert [torch.equal(t, X * i) for i, t in enumerate(totals)] == [True] * 3
 
 
 def test_calls_that_nothing_reads_are_left_out():

@@ -43,11 +43,11 @@ class TensorOperations:
     def unpack_shards(
         self, flat: Tensor, shapes: Sequence[tuple[int, ...]], count: int
     ) -> list[torch.Tensor]:
-        """The inverse of :meth:`pack_shards`."""
+        """The inverse of :meth:`pack_shards`: new tensors, or a view of *flat* where one tensor is all that is in it."""
         lengths = [shard_length(shape, count) for shape in shapes]
         columns = torch.split(as_torch(flat).view(count, -1), lengths, dim=1)
         return [
-            column.reshape(-1)[: prod(shape)].view(shape)
+            _own_memory(column, as_torch(flat)).view(-1)[: prod(shape)].view(shape)
             for column, shape in zip(columns, shapes, strict=True)
         ]
 
@@ -124,6 +124,15 @@ def _slices(tensor: torch.Tensor, count: int) -> torch.Tensor:
         if missing
         else flat.view(count, -1)
     )
+
+
+def _own_memory(column: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """*column*, contiguous. Copied unless it is the whole of *flat*, though one element per row (a scalar's slices) could be
+    a view: that would keep the whole bucket alive for as long as the scalar is needed.
+    """
+    if column.numel() == flat.numel():
+        return column
+    return column.clone(memory_format=torch.contiguous_format)
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Sum contributions: to a parameter's gradient, or to the weight of a weighted loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from piper.ids import Slot
 from piper.ops.base import Handle, Instruction, Runtime, Work, instruction, work
@@ -37,14 +37,31 @@ class Accumulate(Instruction, frozen=True, kw_only=True):
         return self.moved
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
+        return self.bind_last(runtime, frozenset(), {})
+
+    def bind_last(
+        self,
+        runtime: Runtime,
+        dying: frozenset[Slot],  # noqa: ARG002
+        added: Mapping[Slot, Slot],
+    ) -> Callable[[], Handle | None]:
+        """What the chunk *added* itself is only moved, where it is to be."""
         slots, device = runtime.slots, runtime.device
         moved = frozenset(self.moved)
         quadruples = tuple(
             (total, left, right, left in moved)
             for total, left, right in zip(self.totals, self.left, self.right, strict=True)
+            if right not in added
+        )
+        renamed = tuple(
+            (total, left)
+            for total, left, right in zip(self.totals, self.left, self.right, strict=True)
+            if right in added and left in moved
         )
 
         def run() -> None:
+            for total, left in renamed:
+                slots[total], slots[left] = slots[left], None
             for total, left, right, moves in quadruples:
                 a, b = slots[left], slots[right]
                 assert a is not None

@@ -105,6 +105,12 @@ ChunkFunction: TypeAlias = Callable[[list[Tensor], "RandomKey | None"], Sequence
 """A body as code: ``(inputs, random key) -> outputs``. Pure, but empties the list, so that inputs which nobody else holds are given
 up after their last use."""
 
+AddingFunction: TypeAlias = Callable[
+    [list[Tensor], "RandomKey | None", Sequence[Tensor]], Sequence[Tensor]
+]
+"""``(inputs, random key, totals) -> outputs``: a body that adds some of its outputs to *totals*, in place, as it makes them, and returns
+the others."""
+
 
 class RandomKey(msgspec.Struct, frozen=True):
     """What a chunk's random streams are derived from: the run's seed, the step, the global microbatch, and for each ``rng`` slot of the
@@ -263,6 +269,9 @@ class Runtime(Protocol):
     def function(self, body: BodyId) -> ChunkFunction:
         """The code of a body, sizes bound."""
 
+    def adding_function(self, body: BodyId, added: tuple[int, ...]) -> AddingFunction:
+        """The same, adding the outputs at the positions *added* to as many totals."""
+
     def communicator(self, name: CommunicatorId) -> Communicator:
         """A communicator of which this device is a member."""
 
@@ -413,8 +422,11 @@ class Instruction(
         self,
         runtime: Runtime,
         dying: frozenset[Slot],  # noqa: ARG002 (for subclasses)
+        added: Mapping[Slot, Slot],  # noqa: ARG002 (for subclasses)
     ) -> Callable[[], Handle | None] | None:
-        """Like :meth:`bind`, where the plan frees the slots *dying* right after it: it may empty them earlier."""
+        """Like :meth:`bind`, where the plan frees the slots *dying* right after it: it may empty them earlier. Chunks add those of their
+        outputs that are in *added* to what is in the slots that it names, and fill no slots of their own with them.
+        """
         return self.bind(runtime)
 
     def describe(self) -> str:

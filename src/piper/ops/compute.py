@@ -1,9 +1,10 @@
 """Run a chunk body."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from piper.ids import BodyId, Slot
 from piper.ops.base import (
+    ChunkFunction,
     Handle,
     Instruction,
     RandomKey,
@@ -42,12 +43,15 @@ class Compute(Instruction, frozen=True, kw_only=True):
         return self.outputs
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
-        return self.bind_last(runtime, frozenset())
+        return self.bind_last(runtime, frozenset(), {})
 
-    def bind_last(self, runtime: Runtime, dying: frozenset[Slot]) -> Callable[[], Handle | None]:
-        function = runtime.function(self.body)
+    def bind_last(
+        self, runtime: Runtime, dying: frozenset[Slot], added: Mapping[Slot, Slot]
+    ) -> Callable[[], Handle | None]:
         slots, context = runtime.slots, runtime.context
-        inputs, outputs, rng, microbatch = self.inputs, self.outputs, self.rng, self.microbatch
+        call = self._function(runtime, added)
+        inputs, rng, microbatch = self.inputs, self.rng, self.microbatch
+        outputs = tuple(slot for slot in self.outputs if slot not in added)
         # Emptied before the call: the body then gives each up after its last use, as autograd does.
         emptied = tuple(slot for slot in dict.fromkeys(inputs) if slot in dying)
 
@@ -56,11 +60,20 @@ class Compute(Instruction, frozen=True, kw_only=True):
             values = [_present(slots[i]) for i in inputs]
             for slot in emptied:
                 slots[slot] = None
-            results = function(values, key)
+            results = call(values, key)
             for slot, result in zip(outputs, results, strict=True):
                 slots[slot] = result
 
         return run
+
+    def _function(self, runtime: Runtime, added: Mapping[Slot, Slot]) -> ChunkFunction:
+        """The body's code, which adds what is *added* to what is in those slots at the time."""
+        positions = tuple(i for i, slot in enumerate(self.outputs) if slot in added)
+        if not positions:
+            return runtime.function(self.body)
+        function, slots = runtime.adding_function(self.body, positions), runtime.slots
+        sums = tuple(added[self.outputs[i]] for i in positions)
+        return lambda values, key: function(values, key, [_present(slots[s]) for s in sums])
 
     def describe(self) -> str:
         return f"compute {_names(self.outputs)} = {self.body[:6]}({_names(self.inputs)})"

@@ -1,6 +1,6 @@
 """Give up values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from piper.ids import Slot
 from piper.ops.base import Handle, Instruction, Runtime, instruction
@@ -16,7 +16,20 @@ class Free(Instruction, frozen=True, kw_only=True):
         return self.slots
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
-        slots, mine = runtime.slots, self.slots
+        return self._bind(runtime, self.slots)
+
+    def bind_last(
+        self,
+        runtime: Runtime,
+        dying: frozenset[Slot],  # noqa: ARG002
+        added: Mapping[Slot, Slot],
+    ) -> Callable[[], Handle | None] | None:
+        """What was *added* elsewhere never was in its slot."""
+        filled = tuple(slot for slot in self.slots if slot not in added)
+        return self._bind(runtime, filled) if filled else None
+
+    def _bind(self, runtime: Runtime, mine: tuple[Slot, ...]) -> Callable[[], Handle | None]:
+        slots = runtime.slots
         release = runtime.device.releaser(self.stream)
 
         def run() -> None:

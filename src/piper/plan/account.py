@@ -23,6 +23,7 @@ from piper.ops.p2p import PostReceive, Send
 from piper.ops.reduce_scatter import ReduceScatterBucket
 from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
+from piper.plan.added import added_within
 from piper.plan.memory import Category, DeviceMemory, Recorder, category_of, is_state
 from piper.plan.model import DevicePlan, Plan
 
@@ -144,6 +145,7 @@ class _Walk:
         self.slots: dict[Slot, _Storage] = {}
         self.queues: dict[Stream, _Queue] = {}
         self.events: dict[EventId, tuple[Stream, int]] = {}
+        self.added = added_within(mine.instructions)
         self._hold_state(of_optimizer)
 
     def run(self) -> DeviceMemory:
@@ -253,7 +255,10 @@ class _Walk:
         made: dict[int, _Storage] = {}
         for slot in set(instruction.inputs) & self._dying(position):
             self._empty(slot)
+        added = self.added.get(position, {})
         for slot, place in zip(instruction.outputs, memory, strict=True):
+            if slot in added:
+                continue
             if isinstance(place, Given):
                 self._fill(slot, given[place.index])
             else:

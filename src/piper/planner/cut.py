@@ -353,8 +353,8 @@ class Cutter:
                     continue
                 collective = comm.work.delivers(position) and len(group) > 1
                 nbytes = sum(self.messages[v].nbytes for v in comm.inputs)
-                if collective:
-                    self.flights[device].make_room(nbytes, program)
+                if collective and self.flights[device].make_room(nbytes, program):
+                    self.sums[device].reductions_over()
                 site = self._site(comm, group, position, program)
                 late = comm.work.releases_late
                 program.emit(comm.work.lower(site), consume=() if late else site.inputs)

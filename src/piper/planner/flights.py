@@ -20,12 +20,13 @@ class Flights:
         self._flying: deque[tuple[tuple[Slot, ...], int]] = deque()
         self._total = 0
 
-    def make_room(self, nbytes: int, program: Program) -> None:
-        """Another *nbytes* are about to fly."""
+    def make_room(self, nbytes: int, program: Program) -> bool:
+        """Another *nbytes* are about to fly; whether nothing else does."""
         while self._flying and self._total + nbytes > self.limit:
             slots, oldest = self._flying.popleft()
             self._total -= oldest
             program.wait_for(slots)
+        return not self._flying
 
     def started(self, slots: Sequence[Slot], nbytes: int) -> None:
         """A collective of *nbytes* that fills *slots* has started."""

@@ -52,7 +52,8 @@ class PartialSums:
     else the first addition makes a new tensor.
 
     Adding is put off a little: past the sends of the chunk that made the contributions, and past the start of the next
-    reduction where they come from one, so that neither waits for the addition nor the addition for them.
+    reduction where they come from one, so that neither waits for the addition nor the addition for them. But where the next
+    reduction had to wait for those before it, what these made is added first: memory is scarce then, and they are complete.
     """
 
     def __init__(
@@ -79,6 +80,10 @@ class PartialSums:
         if mine := [v for v in outputs if v in self._totals]:
             self._flush(self._reduced)
             self._reduced.append((node, mine))
+
+    def reductions_over(self) -> None:
+        """The device has waited for all reductions that have started: add what they have made."""
+        self._flush(self._reduced)
 
     def before_compute(self) -> None:
         """Add what chunks have made."""

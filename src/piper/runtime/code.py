@@ -2,7 +2,7 @@
 
 import linecache
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType
 from typing import TypeAlias
@@ -22,6 +22,11 @@ ChunkCode: TypeAlias = Callable[[list[torch.Tensor], RandomKey | None], tuple[to
 ``torch.no_grad()``.
 """
 
+AddingCode: TypeAlias = Callable[
+    [list[torch.Tensor], RandomKey | None, Sequence[torch.Tensor]], Sequence[torch.Tensor]
+]
+"""``(inputs, random key, totals) -> outputs``: see :func:`adding_function`."""
+
 GETITEM = "operator.getitem"
 
 
@@ -34,19 +39,32 @@ def chunk_function(body: ir.Body, bindings: Mapping[str, int], device: torch.dev
     return _compiled(body, tuple(sorted(bindings.items())), device)
 
 
+def adding_function(
+    body: ir.Body, bindings: Mapping[str, int], device: torch.device, added: tuple[int, ...]
+) -> AddingCode:
+    """Like :func:`chunk_function`, but the outputs at the positions *added* are not returned: each is added to its own of as many *totals*, in
+    place, as soon as it is made, and given up after its last use.
+    """
+    return _compiled(body, tuple(sorted(bindings.items())), device, added)
+
+
 @lru_cache(maxsize=4096)
 def _compiled(
-    body: ir.Body, bindings: tuple[tuple[str, int], ...], device: torch.device
-) -> ChunkCode:
-    writer = _Writer(body, dict(bindings), device)
+    body: ir.Body,
+    bindings: tuple[tuple[str, int], ...],
+    device: torch.device,
+    added: tuple[int, ...] = (),
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    writer = _Writer(body, dict(bindings), device, added)
     source = writer.source()
-    name = f"<piper body {ir.body_id(body)[:12]}>"
+    adding = f" adding {', '.join(map(str, added))}" if added else ""
+    name = f"<piper body {ir.body_id(body)[:12]}{adding}>"
     # So that a traceback shows the failing line.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     code: CodeType = compile(source, name, "exec")
     namespace = dict(writer.constants)
     exec(code, namespace)  # noqa: S102 (our own text: operator names resolved, literals by repr)
-    function: ChunkCode = namespace["chunk"]  # type: ignore[assignment]  # defined by the source
+    function: Callable[..., tuple[torch.Tensor, ...]] = namespace["chunk"]  # type: ignore[assignment]  # defined by the source
     return function
 
 
@@ -76,27 +94,38 @@ def resolve(target: str) -> Callable[..., object]:
 
 
 class _Writer:
-    """Writes one body; ``constants`` are the names that its text refers to."""
+    """Writes one body; ``constants`` are the names that its text refers to. The outputs at the positions *added* are added to totals."""
 
-    def __init__(self, body: ir.Body, bindings: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        body: ir.Body,
+        bindings: Mapping[str, int],
+        device: torch.device,
+        added: tuple[int, ...] = (),
+    ) -> None:
         self._body = body
+        self._kept = [ref for i, ref in enumerate(body.outputs) if i not in added]
+        self._totals: dict[int, list[int]] = {}  # of each reference, the totals that it is added to
+        for total, position in enumerate(added):
+            self._totals.setdefault(body.outputs[position], []).append(total)
         self._bindings = bindings
         self._device = device
         self._names: dict[object, str] = {}
         self.constants: dict[str, object] = {}
 
     def source(self) -> str:
-        """The function ``chunk(inputs, key)``."""
+        """The function ``chunk(inputs, key)``, or ``chunk(inputs, key, totals)``."""
         body = self._body
         last = self._last_uses()
         count = len(body.inputs)
-        lines = ["def chunk(inputs, key):"]
+        lines = [f"def chunk(inputs, key{', totals' if self._totals else ''}):"]
         if any(i in last for i in range(count)):
             unpack = ", ".join(f"v{i}" if i in last else "_" for i in range(count))
             lines.append(f"    {unpack}, = inputs")
             if any(i not in last for i in range(count)):
                 lines.append("    del _")
         lines.append("    inputs.clear()")
+        lines += [line for ref in range(count) for line in self._additions(ref)]
         dying: dict[int, list[int]] = {}
         for ref, position in last.items():
             dying.setdefault(position, []).append(ref)
@@ -104,17 +133,26 @@ class _Writer:
             if count + position not in last:
                 continue  # calls are pure: one that nothing reads does nothing
             lines.append(f"    v{count + position} = {self._call(call)}")
+            lines += self._additions(count + position)
             if dead := dying.get(position):
                 lines.append(f"    del {', '.join(f'v{ref}' for ref in sorted(dead))}")
-        outputs = "".join(f"v{ref}, " for ref in body.outputs)
+        outputs = "".join(f"v{ref}, " for ref in self._kept)
         lines.append(f"    return ({outputs})")
         return "\n".join(lines) + "\n"
 
+    def _additions(self, ref: int) -> list[str]:
+        """Statements that add what was just made to its totals."""
+        return [f"    totals[{total}].add_(v{ref})" for total in self._totals.get(ref, ())]
+
     def _last_uses(self) -> dict[int, int]:
-        """For every reference that an output needs: the position of the call that reads it last."""
+        """For every reference that an output needs: the position of the call that reads it last (of one that is only added to a total, and
+        that no call reads, its own).
+        """
         count, calls = len(self._body.inputs), self._body.calls
-        last = {ref: len(calls) for ref in self._body.outputs}
+        last = dict.fromkeys((*self._kept, *(r for r in self._totals if r < count)), len(calls))
         for position in range(len(calls) - 1, -1, -1):
+            if count + position in self._totals:
+                last.setdefault(count + position, position)
             if count + position not in last:
                 continue
             for ref in ir.call_refs(calls[position]):

@@ -15,18 +15,21 @@ from piper.errors import AbortedError, CommunicationError, CompileError, RunErro
 from piper.ids import BodyId, Slot, Stream
 from piper.ir.dag import STATE, Dag, Node, Role
 from piper.ops.base import (
+    AddingFunction,
     ChunkFunction,
     Communicator,
     CommunicatorId,
     Device,
     Instruction,
+    RandomKey,
     State,
     StepContext,
     Tensor,
 )
 from piper.ops.compute import Call
+from piper.plan.added import added_within
 from piper.plan.model import DevicePlan, Plan, SlotInfo
-from piper.runtime.code import ChunkCode, chunk_function
+from piper.runtime.code import AddingCode, ChunkCode, adding_function, chunk_function
 from piper.runtime.compiled import Compilation, compiled_function
 from piper.runtime.context import Context
 from piper.runtime.record import Recorder
@@ -80,9 +83,30 @@ class Binding:
         fallback = self._compilation is Compilation.FALLBACK
         return compiled_function(dag.bodies[body], bindings, device, chunk.label, fallback=fallback)
 
+    def adding_function(self, body: BodyId, added: tuple[int, ...]) -> AddingFunction:
+        """The same, adding the outputs at the positions *added* to totals."""
+        if self._compilation is not Compilation.OFF:
+            return cast("AddingFunction", _adding_afterwards(self.code(body), added))
+        dag, bindings, device = self._plan.dag, self._plan.bindings, self._torch_device
+        return cast("AddingFunction", adding_function(dag.bodies[body], bindings, device, added))
+
     def communicator(self, name: CommunicatorId) -> Communicator:
         """A communicator of which this device is a member."""
         return self._communicators[name]
+
+
+def _adding_afterwards(code: ChunkCode, added: tuple[int, ...]) -> AddingCode:
+    """*code*, which makes all outputs at once, and then the additions."""
+
+    def run(
+        inputs: list[torch.Tensor], key: RandomKey | None, totals: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        outputs = code(inputs, key)
+        for position, total in zip(added, totals, strict=True):
+            total.add_(outputs[position])
+        return [output for i, output in enumerate(outputs) if i not in added]
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +295,7 @@ def _bind(
     """The closures of *instructions*, with the waits that order work within one stream."""
     device = binding.device
     flying: dict[Stream, set[Slot]] = {}
+    added = added_within(instructions)
     steps: list[Step] = []
     for number, instruction in enumerate(instructions):
         stream = instruction.stream
@@ -280,7 +305,8 @@ def _bind(
             written.clear()
             if (settle := device.after_stream(stream)) is not None:
                 steps.append(Step(settle, instruction))
-        launch = instruction.bind_last(binding, _dying(instructions, number, device))
+        dying = _dying(instructions, number, device)
+        launch = instruction.bind_last(binding, dying, added.get(number, {}))
         if launch is None:
             if instruction.record is None:
                 continue
