@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from piper.errors import PiperError
     from piper.plan.codec import load_plan, save_plan
     from piper.planner import plan
+    from piper.runtime.checkpoint import Checkpoint
     from piper.schedules import placements
     from piper.verify import verify
 
 __all__ = [
     "CheckReport",
+    "Checkpoint",
     "LossScale",
     "Offload",
     "Order",
@@ -65,6 +67,7 @@ __all__ = [
 
 _HOMES = {
     "CheckReport": "piper.api.check",
+    "Checkpoint": "piper.runtime.checkpoint",
     "LossScale": "piper.capture.precision",
     "Offload": "piper.directives.offload",
     "Order": "piper.directives.order",
