@@ -10,7 +10,6 @@ from torch import nn
 
 import piper
 from piper.schedules import one_f_one_b
-from piper.schedules.placements import chain
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -135,10 +134,10 @@ def in_plain_pytorch(optimizer):
             inner.step()
             self.done += 1
 
-    losses, scheduled = [], Scheduled()
-    for step in range(BEFORE + AFTER):
-        losses.append(eager.one_step(model, mse, batch_of(step), MICROBATCHES, scheduled).loss)
-    return losses, eager.state_of(model)
+    scheduled = Scheduled()
+    batches = [batch_of(step) for step in range(BEFORE + AFTER)]
+    steps = [eager.one_step(model, mse, batch, MICROBATCHES, scheduled) for batch in batches]
+    return [step.loss for step in steps], eager.state_of(model)
 
 
 def _there_and_back():
