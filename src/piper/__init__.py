@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from piper.plan.profile import Profile, load_profile
     from piper.plan.topology import Link, Topology
     from piper.planner import plan
+    from piper.runtime.checkpoint import Checkpoint
     from piper.schedules import placements
     from piper.simulate import simulate
     from piper.simulate.timeline import Timeline, load_timeline
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckReport",
+    "Checkpoint",
     "Hardware",
     "Link",
     "LossScale",
@@ -84,6 +86,7 @@ __all__ = [
 
 _HOMES = {
     "CheckReport": "piper.api.check",
+    "Checkpoint": "piper.runtime.checkpoint",
     "Hardware": "piper.plan.costs",
     "Link": "piper.plan.topology",
     "LossScale": "piper.capture.precision",

@@ -72,6 +72,10 @@ class StateError(PiperError):
     """Model or optimizer state does not fit the model."""
 
 
+class CheckpointError(StateError):
+    """A checkpoint cannot be written, is damaged, or is from another version or training."""
+
+
 class BatchError(PiperError):
     """A batch does not fit the captured model or the strategy."""
 

@@ -17,18 +17,18 @@ class LossScaler:
     """
 
     def __init__(self, policy: LossScale) -> None:
-        self._policy = policy
+        self.policy = policy
         self.scale = float(policy.init)
         self.good_steps = 0
 
     def update(self, *, skipped: bool) -> None:
         """After a step that was to update: lower the scale if that was *skipped*, raise it after enough that were not."""
         if skipped:
-            self.scale, self.good_steps = self.scale * self._policy.backoff, 0
+            self.scale, self.good_steps = self.scale * self.policy.backoff, 0
             return
         self.good_steps += 1
-        if self.good_steps >= self._policy.growth_interval:
-            grown = self.scale * self._policy.growth
+        if self.good_steps >= self.policy.growth_interval:
+            grown = self.scale * self.policy.growth
             self.scale, self.good_steps = grown if math.isfinite(grown) else self.scale, 0
 
     def state_dict(self) -> dict[str, float]:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from piper.api.checkpoint import check_fits, group_names, save_checkpoint
 from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.programs import Program, Programs
 from piper.api.rows import Rows
@@ -18,6 +20,7 @@ from piper.errors import BatchError, StateError, nearest
 from piper.ir.dag import Dag, GradientUse, LossKind
 from piper.plan.account import account
 from piper.runtime.batch import Batch, Data
+from piper.runtime.checkpoint import Checkpoint
 from piper.runtime.compiled import Compilation
 from piper.runtime.elementwise import check_optimizer
 from piper.runtime.state import (
@@ -64,8 +67,7 @@ class TrainResult:
 class Trainer:
     """Made by :func:`piper.compile`; a context manager. The user's model is not trained in place: see :meth:`copy_to`.
 
-    ``loss_scaler`` has the scale of the loss, if that is scaled; what it needs to go on after a restart is not part of the model's state, but
-    that of ``loss_scaler.state_dict()``.
+    ``loss_scaler`` has the scale of the loss, if that is scaled; its state is not part of :meth:`state_dict`, but of a checkpoint.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Trainer:
         compilation: Compilation = Compilation.OFF,
     ) -> None:
         self._programs, self._backend, self._seed = programs, backend, seed
+        self._state_of = program.plan.dag  # what the workers' state was made for
+        self._groups = group_names(self._state_of, optimizer)
         self._compilation = compilation
         self._train = program
         self._trained = _trained(program)
@@ -239,6 +243,58 @@ class Trainer:
         """Copy the trained parameters and persistent buffers into *model*, in place."""
         model.load_state_dict(self.state_dict())
 
+    def save(self, path: str | Path, *, metadata: Mapping[str, object] | None = None) -> None:
+        """Write a checkpoint: a new folder *path* with all that :meth:`load` needs to go on as if nothing had happened, under any strategy.
+
+        It holds parameters (under a ``precision`` the master weights), buffers, the optimizer's state and options, the number of steps done
+        (and so the place in the schedule of learning rates and in the data), the seed, and the loss scaler's state; besides *metadata*:
+        numbers, texts, lists, tuples and mappings of them. Every device writes what it owns, so *path* must be in a folder that the driver
+        and all devices share. Nothing has the name *path* before all of it is on the disk.
+
+        Raises :class:`StateError` between ``step(update=False)`` and the step that updates, and :class:`CheckpointError` when *path* exists or
+        cannot be written, or the optimizer keeps what a checkpoint cannot hold. Training may go on after either.
+        """
+        self._require_open()
+        if self._kept_steps:
+            raise StateError(
+                f"the gradients of {self._kept_steps} steps with update=False are kept, and no checkpoint holds them; save after a step that "
+                "updates"
+            )
+        scaler = self.loss_scaler
+        with self._closing_on_error():
+            save_checkpoint(
+                Path(path).absolute(),
+                self._backend,
+                self._groups,
+                step=self._step,
+                seed=self._seed,
+                loss_scaler=None if scaler is None else scaler.state_dict(),
+                metadata=metadata or {},
+            )
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint, whatever strategy and backend it was saved under.
+
+        The seed and the optimizer's options (learning rates) are the checkpoint's, too; gradients that ``step(update=False)`` kept are
+        dropped. Without an optimizer, only the weights are taken. A loss scaler goes on with the saved one's state, if one was saved.
+
+        Raises :class:`CheckpointError`, before anything is changed, for a folder that is no checkpoint, is of another version or is damaged (every
+        file's checksum is compared), and for state that does not fit: missing, unexpected or misshapen tensors, another class of optimizer or
+        other parameter groups.
+        """
+        self._require_open()
+        checkpoint = Checkpoint.open(path)
+        check_fits(checkpoint, self._state_of, self._groups)
+        saved, scaler = checkpoint.index.loss_scaler, self.loss_scaler
+        if saved is not None and scaler is not None:
+            LossScaler(scaler.policy).load_state_dict(saved)  # raises what there is to be raised
+        with self._closing_on_error():
+            self._backend.read_files(checkpoint)
+        if saved is not None and scaler is not None:
+            scaler.load_state_dict(saved)
+        self._step, self._seed = checkpoint.step, checkpoint.index.seed
+        self._forget()
+
     def close(self) -> None:
         """Stop the workers; kept gradients are lost. May be called twice."""
         self._closed = True
@@ -363,9 +419,12 @@ class Trainer:
             )
         return run.steps
 
-    def _load(self, program: Program) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise StateError("this trainer is closed; compile a new one")
+
+    def _load(self, program: Program) -> None:
+        self._require_open()
         if program.key not in self._loaded:
             if thawed := sorted(_trained(program) - self._trained):
                 raise StateError(

@@ -9,6 +9,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
@@ -18,6 +19,7 @@ from piper.devices.tensors import torch_dtype
 from piper.errors import (
     AbortedError,
     BatchError,
+    CheckpointError,
     CommunicationError,
     ConfigError,
     PiperError,
@@ -32,6 +34,7 @@ from piper.ops.write_buffer import WriteBuffer
 from piper.plan.model import DevicePlan, Plan
 from piper.registry import Registry
 from piper.runtime.batch import Batch, Data, FixedBatches, Signature, signature
+from piper.runtime.checkpoint import Checkpoint, Refusal, WrittenFile
 from piper.runtime.compiled import Compilation
 from piper.runtime.record import Clock, Spans
 from piper.runtime.state import (
@@ -178,6 +181,18 @@ class Backend(Protocol):
 
         Raises :class:`~piper.errors.StateError` for missing, unexpected or misshapen entries,
         before anything is changed.
+        """
+
+    def write_files(self, folder: Path) -> tuple[WrittenFile, ...]:
+        """Let each device write its file of a checkpoint into *folder*, which all share: what it owns of the state.
+
+        Raises :class:`~piper.errors.CheckpointError` when one cannot, after which the backend is as before.
+        """
+
+    def read_files(self, checkpoint: Checkpoint) -> None:
+        """Overwrite the devices' state with *checkpoint*, whatever layout it was written under; its names and shapes were checked.
+
+        Raises :class:`~piper.errors.CheckpointError`, before anything is changed, for damaged files and another class of optimizer.
         """
 
     def close(self) -> None:
@@ -479,6 +494,25 @@ class WorkerBackend(ABC):
             "restore", [{"snapshot": _part(snapshot, names)} for names in holdings.names]
         )
 
+    def write_files(self, folder: Path) -> tuple[WrittenFile, ...]:
+        """See :class:`Backend`."""
+        owned = self._initialised().owned
+        arguments = [{"folder": folder, "names": names} for names in owned]
+        results = self._call_all("write_file", arguments)
+        _raise_refusals(results)
+        return tuple(result for result in results if isinstance(result, WrittenFile))
+
+    def read_files(self, checkpoint: Checkpoint) -> None:
+        """See :class:`Backend`."""
+        self._initialised()
+        shared, files = self._share(checkpoint), range(len(checkpoint.index.files))
+        arguments = [
+            {"checkpoint": shared, "files": files[rank :: self._num_devices]}
+            for rank in range(self._num_devices)
+        ]
+        _raise_refusals(self._call_all("check_files", arguments))
+        self._call_all("read_files", [{"checkpoint": shared}] * self._num_devices)
+
     def close(self) -> None:
         """See :class:`Backend`."""
         if self._closed is None:
@@ -510,6 +544,13 @@ class WorkerBackend(ABC):
             for held in dict.fromkeys(names)
         }
         return [parts[held] for held in names]
+
+
+def _raise_refusals(results: Sequence[object]) -> None:
+    """Raise what the first device says that could not do its part."""
+    for device, result in enumerate(results):
+        if isinstance(result, Refusal):
+            raise CheckpointError(f"device {device}: {result.message}")
 
 
 def _refuse_missing_copies(plan: Plan, holdings: _Holdings, constants: frozenset[str]) -> None:
@@ -704,7 +745,7 @@ def _without_shards(part: StateSnapshot) -> StateSnapshot:
 def _merge_snapshots(parts: Sequence[StateSnapshot]) -> StateSnapshot:
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
-    state: dict[str, dict[str, object]] = {}
+    state: dict[str, Mapping[str, object]] = {}
     groups: tuple[dict[str, object], ...] | None = None
     for part in parts:
         parameters |= part.parameters

@@ -76,7 +76,17 @@ def _main(
 
 
 @app.command()
-def train(config: ConfigPath, traceback: Traceback = False) -> None:
+def train(
+    config: ConfigPath,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Go on from this checkpoint, or from the last one of this run's folder.",
+        ),
+    ] = None,
+    traceback: Traceback = False,
+) -> None:
     """Train the model, evaluate it, and compare with the same training in one process.
 
     Ctrl-C ends the run after the step that is under way and writes what there is; a second one ends it at once.
@@ -84,7 +94,7 @@ def train(config: ConfigPath, traceback: Traceback = False) -> None:
     with _reporting(traceback):
         from piper.cli.train import train as run
 
-        if not run(config, Console()):
+        if not run(config, Console(), resume):
             raise typer.Exit(INTERRUPTED)
 
 

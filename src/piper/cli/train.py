@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import (
@@ -30,12 +31,14 @@ MARKS = 18
 """Points of the reference's curve that are drawn over the run's."""
 
 
-def train(path: Path, console: Console) -> bool:
-    """Run the configuration at *path*; false if it was interrupted.
+def train(path: Path, console: Console, resume: Path | None = None) -> bool:
+    """Run the configuration at *path*, from the checkpoint *resume* on if given; false if it was interrupted.
 
     Raises :class:`~piper.errors.PiperError` for what is wrong with it.
     """
     config = load_config(path)
+    if resume is not None:
+        config = replace(config, train=replace(config.train, resume=str(resume)))
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -77,6 +80,10 @@ class _Display:
     def evaluated(self, record: HeldOutRecord) -> None:
         """A line above the bar."""
         self._progress.console.print(f"step {record.step}: held-out loss {record.loss:.3f}")
+
+    def saved(self, path: Path) -> None:
+        """A line above the bar."""
+        self._progress.console.print(Text(f"checkpoint written to {path}"), soft_wrap=True)
 
 
 def report(config: RunConfig, outcome: Outcome, console: Console) -> None:
@@ -121,7 +128,7 @@ def _spread(points: Sequence[tuple[int, float]], count: int) -> list[tuple[int, 
 
 def _summary(outcome: Outcome) -> list[str]:
     """The end, the losses, the comparison, the files."""
-    steps = len(outcome.trained)
+    steps = outcome.trained[-1].step if outcome.trained else 0
     lines = [f"{outcome.ending.value} after {steps} steps"]
     if outcome.trained:
         last = outcome.trained[-LAST_STEPS:]

@@ -77,19 +77,19 @@ class OptimizerSnapshot:
     schedule's factor).
     """
 
-    state: dict[str, dict[str, object]]
+    state: Mapping[str, Mapping[str, object]]
     groups: tuple[dict[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """Parameters and buffers by their first names, and the optimizer's state.
+    """Parameters and buffers by their first names, and the optimizer's state. The mappings may read a file at each access.
 
     In a device's part of a snapshot, ``shards`` has the slices that it holds, whose optimizer state is that of the slice.
     """
 
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
     optimizer: OptimizerSnapshot | None = None
     shards: dict[str, "Shard"] = field(default_factory=dict)
 
@@ -160,6 +160,18 @@ class ModelState:
         self._schedule = optimizer.lr_schedule if optimizer is not None else None
         self._optimizer = self._build(model, optimizer) if optimizer is not None else None
         self._base_rates = self._rates()
+
+    @property
+    def optimizer_kind(self) -> str | None:
+        """The optimizer's class with its module, if there is an optimizer."""
+        if self._optimizer is None:
+            return None
+        kind = type(self._optimizer)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole parameter, of which a slice is held or all."""
+        return self._shapes[name]
 
     def begin_step(self, step: int) -> None:
         """Set the learning rates of *step*."""

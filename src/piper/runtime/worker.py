@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -22,6 +24,7 @@ from piper.runtime.batch import (
     flatten,
     signature_of,
 )
+from piper.runtime.checkpoint import Checkpoint, Refusal, WrittenFile, write_file
 from piper.runtime.compiled import Compilation
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Program
@@ -246,6 +249,29 @@ class Worker:
         """Overwrite the state."""
         assert self._state is not None
         self._state.restore(snapshot)
+
+    def write_file(self, folder: Path, names: Sequence[str]) -> WrittenFile | Refusal:
+        """Write the named tensors, which this device holds, with the optimizer's state for them, into its file of a checkpoint."""
+        assert self._state is not None
+        return write_file(folder, self._rank, self._state, names)
+
+    def check_files(self, checkpoint: Checkpoint, files: Sequence[int]) -> Refusal | None:
+        """Whether the numbered files are what was written, and of this device's class of optimizer."""
+        assert self._state is not None
+        saved, mine = checkpoint.index.optimizer, self._state.optimizer_kind
+        if saved is not None and mine is not None and saved.kind != mine:
+            return Refusal(
+                f"{checkpoint.path}: expected the state of {mine}, which this trainer has, found that of {saved.kind}; compile with that "
+                "optimizer, or take only the weights (init=piper.Checkpoint.open(path).weights)"
+            )
+        damage = checkpoint.damage(files)
+        return None if damage is None else Refusal(damage)
+
+    def read_files(self, checkpoint: Checkpoint) -> None:
+        """Overwrite the state with the checkpoint's."""
+        assert self._state is not None
+        with ExitStack() as stack:
+            self._state.restore(checkpoint.snapshot(stack))
 
     def _join(self, name: CommunicatorId, members: tuple[DeviceId, ...]) -> None:
         if name not in self._communicators:

@@ -2,7 +2,7 @@
 
 Sections: ``[model]``, ``[data]``, ``[strategy]``, ``[optimizer]``, ``[train]``, ``[memory]``. Only the strategy has no
 default. Paths in ``data.files`` and ``strategy.file`` are relative to the file's own folder,
-``train.out_dir`` to the current one.
+``train.out_dir`` and ``train.resume`` to the current one.
 """
 
 import math
@@ -218,7 +218,8 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     of its steps, for comparison, in float32 whatever the *precision* is: its name ("bf16", "fp16", "float32", "float64"), or a section of
     its own. *compile* puts every chunk through TorchInductor before the first step: true, false, or "fallback" (chunks
     that cannot be compiled run as they are). *address* is that of a running Ray cluster; without it Ray is started
-    on this machine.
+    on this machine. A checkpoint is written every *checkpoint_every* steps and at the end, under ``checkpoints`` in *out_dir*; the last
+    *keep_checkpoints* are kept. *resume* is a checkpoint to go on from, or the folder of a run, to go on from its last.
     """
 
     steps: Count = 500
@@ -236,6 +237,9 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compile: bool | Literal["fallback"] = False
     address: str | None = None
     out_dir: str = "runs/latest"
+    checkpoint_every: Count | None = None
+    keep_checkpoints: Count = 2
+    resume: str | None = None
 
     def make_backend(self) -> Backend:
         """The backend; nothing is started yet."""

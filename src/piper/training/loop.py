@@ -1,6 +1,7 @@
 """A training run: compile, train, evaluate, save; then the same steps in one process, for comparison."""
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,25 @@ from piper.models.transformer import Transformer, generate, transformer_loss
 from piper.plan.codec import save_plan
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch
+from piper.runtime.checkpoint import Checkpoint
+from piper.training.checkpoint import (
+    FOLDER,
+    RunCheckpoints,
+    check_folder,
+    check_resumes,
+    describe,
+    find_checkpoint,
+)
 from piper.training.config import RunConfig
 from piper.training.interrupts import Interrupts
-from piper.training.metrics import HeldOutRecord, MetricsWriter, TrainRecord
+from piper.training.metrics import (
+    HeldOutRecord,
+    MetricsWriter,
+    Record,
+    TrainRecord,
+    read_metrics,
+    rewrite_metrics,
+)
 from piper.training.model import make_model
 from piper.training.reference import reference_losses
 
@@ -51,6 +68,9 @@ class Watcher(Protocol):
     def evaluated(self, record: HeldOutRecord) -> None:
         """The held-out loss was taken."""
 
+    def saved(self, path: Path) -> None:
+        """A checkpoint was written."""
+
 
 class Silent:
     """A :class:`Watcher` that says nothing."""
@@ -64,10 +84,13 @@ class Silent:
     def evaluated(self, record: HeldOutRecord) -> None:
         """Nothing."""
 
+    def saved(self, path: Path) -> None:
+        """Nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run computed; its files are in ``out_dir``.
+    """What a run computed; its files are in ``out_dir``. A run that went on from a checkpoint has the steps before it too, if their metrics were there.
 
     ``reference`` holds the losses of the first steps of the same training in one process, ``sample`` what the model
     wrote after the held-out bytes ``prompt``. Both are empty when the run was interrupted.
@@ -84,8 +107,9 @@ class Outcome:
     @property
     def max_difference(self) -> float | None:
         """The largest |difference| of the loss from the reference's, over the reference's steps; a NaN is infinite."""
-        pairs = zip(self.trained, self.reference, strict=False)
-        found = [abs(record.loss - loss) for record, loss in pairs]
+        count = len(self.reference)
+        common = (record for record in self.trained if record.step <= count)
+        found = [abs(record.loss - self.reference[record.step - 1]) for record in common]
         return max((math.inf if math.isnan(d) else d for d in found), default=None)
 
 
@@ -93,7 +117,8 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
     """Run *config*, and write into its ``out_dir``, in place of what an earlier run wrote there:
 
     ``strategy.json``, ``plan/``, ``metrics.jsonl`` (a line per step and evaluation) and ``model.safetensors`` (under the
-    model's own names, tied ones under each, so that ``load_state_dict`` takes it).
+    model's own names, tied ones under each, so that ``load_state_dict`` takes it); checkpoints where ``checkpoint_every`` asks for them. With
+    ``resume`` the run goes on from a checkpoint, under whatever strategy; its metrics up to there are kept.
 
     After a Ctrl-C the step that is under way is completed, and what there is is written.
 
@@ -107,7 +132,12 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
     model = make_model(config)
     directives = config.strategy.directives()
     files = RunFiles(Path(config.train.out_dir))
+    checkpoints = RunCheckpoints(files.checkpoints, config.train.keep_checkpoints, describe(config))
+    resumed = _resumed(config, checkpoints)
+    earlier = [] if resumed is None else _earlier_records(resumed)
     files.clear()
+    checkpoints.remove_unfinished()
+    rewrite_metrics(files.metrics, earlier)
     compiling = "; compiling" if config.train.compile else ""
     watcher.begin(f"capturing, planning and verifying; starting the workers{compiling}")
     with MetricsWriter(files.metrics) as metrics:
@@ -131,7 +161,10 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
         )
         with trainer, Interrupts() as interrupts:
             files.write_strategy(directives, trainer.program.plan)
-            run = _Run(config, trainer, held_out, metrics, watcher, interrupts)
+            if resumed is not None:
+                trainer.load(resumed.path)
+            run = _Run(config, trainer, held_out, metrics, watcher, interrupts, checkpoints)
+            run.remember(earlier)
             ending = run.to_the_end()
             state = trainer.state_dict()
             files.write_model(state)
@@ -145,6 +178,27 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
         return outcome
     model.load_state_dict(state)
     return _finished(config, outcome, model, _prompt(held_out), watcher)
+
+
+def _resumed(config: RunConfig, checkpoints: RunCheckpoints) -> Checkpoint | None:
+    """The checkpoint to go on from, if that is wanted.
+
+    Raises :class:`~piper.errors.PiperError` for what is wrong with it, or with those that are there.
+    """
+    found = None
+    if config.train.resume is not None:
+        found = Checkpoint.open(find_checkpoint(Path(config.train.resume)))
+        check_resumes(found, checkpoints.description, config)
+    check_folder(checkpoints.folder, found)
+    return found
+
+
+def _earlier_records(resumed: Checkpoint) -> list[Record]:
+    """The metrics of the run that wrote the checkpoint, up to it; none if they are not there any more."""
+    metrics = RunFiles(resumed.path.parent.parent).metrics
+    if not metrics.is_file():
+        return []
+    return [record for record in read_metrics(metrics) if record.step <= resumed.step]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +223,24 @@ class RunFiles:
         return self.folder / "strategy.json"
 
     @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder / FOLDER
+
+    @property
     def plan(self) -> Path:
         """The folder of the plan's files."""
         return self.folder / "plan"
 
     def clear(self) -> None:
-        """Remove what an earlier run wrote, so that no file of it is taken for this one's.
+        """Remove what an earlier run wrote, but for its metrics and checkpoints, so that no file of it is taken for this one's.
 
         Raises :class:`ConfigError` when the folder cannot be written.
         """
         try:
             self.plan.mkdir(parents=True, exist_ok=True)
             old = (self.plan / "manifest.json", *self.plan.glob("device-*.json"))
-            for path in (self.metrics, self.model, self.strategy, *old):
+            for path in (self.model, self.strategy, *old):
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
@@ -212,24 +271,39 @@ class _Run:
     metrics: MetricsWriter
     watcher: Watcher
     interrupts: Interrupts
+    checkpoints: RunCheckpoints
     trained: list[TrainRecord] = field(default_factory=list)
     held_out: list[HeldOutRecord] = field(default_factory=list)
     deadline: float = math.inf
 
+    def remember(self, records: Sequence[Record]) -> None:
+        """What was found in the steps before those of this run."""
+        self.trained += [record for record in records if isinstance(record, TrainRecord)]
+        self.held_out += [record for record in records if isinstance(record, HeldOutRecord)]
+
     def to_the_end(self) -> Ending:
-        """Train until the last step, the time limit or an interrupt."""
+        """Train until the last step, the time limit or an interrupt, and save the last state."""
+        ending = self._train()
+        if self.config.train.checkpoint_every is not None:
+            self._save()
+        return ending
+
+    def _train(self) -> Ending:
         settings = self.config.train
         if settings.max_minutes is not None:
             self.deadline = time.monotonic() + 60 * settings.max_minutes
         data = self.config.batches()
-        self.watcher.begin("training", settings.steps)
+        self.watcher.begin("training", settings.steps - self.trainer.steps_done)
         try:
             while (done := self.trainer.steps_done) < settings.steps:
-                next_stop = min(
-                    settings.steps, done + settings.eval_every - done % settings.eval_every
-                )
-                self.trainer.fit(data, next_stop - done, self._on_steps)
-                self._evaluate()
+                evaluation = _next_multiple(settings.eval_every, done)
+                checkpoint = _next_multiple(settings.checkpoint_every, done)
+                stop = min(settings.steps, evaluation, checkpoint)
+                self.trainer.fit(data, stop - done, self._on_steps)
+                if stop in (evaluation, settings.steps):
+                    self._evaluate()
+                if stop == checkpoint:
+                    self._save()
         except _Enough:
             return Ending.INTERRUPTED if self.interrupts.requested else self._out_of_time()
         return Ending.FINISHED
@@ -259,6 +333,10 @@ class _Run:
         if self.interrupts.requested or (late and results[-1].step + 1 < self.config.train.steps):
             raise _Enough
 
+    def _save(self) -> None:
+        if (path := self.checkpoints.save(self.trainer)) is not None:
+            self.watcher.saved(path)
+
     def _evaluate(self) -> None:
         losses = [self.trainer.evaluate(*batch).loss for batch in self.batches]
         record = HeldOutRecord(step=self.trainer.steps_done, loss=sum(losses) / len(losses))
@@ -269,6 +347,11 @@ class _Run:
             raise _Enough
 
 
+def _next_multiple(of: int | None, after: int) -> int:
+    """The first multiple of *of* above *after*; if there is none, more than any run has steps."""
+    return sys.maxsize if of is None else after + of - after % of
+
+
 def _finished(
     config: RunConfig, outcome: Outcome, model: Transformer, prompt: bytes, watcher: Watcher
 ) -> Outcome:
@@ -276,7 +359,9 @@ def _finished(
     watcher.begin("writing a sample")
     generator = torch.Generator().manual_seed(config.train.seed)
     sample = generate(model, prompt, SAMPLE_BYTES, SAMPLE_TEMPERATURE, generator)
-    steps = min(config.train.reference_steps, len(outcome.trained))
+    done = [record.step for record in outcome.trained]
+    steps = min(config.train.reference_steps, max(done, default=0))
+    steps = steps if steps >= min(done, default=0) else 0
     losses: list[float] = []
     if steps:
         watcher.begin("the same in one process", steps)

@@ -97,6 +97,23 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
+def rewrite_metrics(path: Path, records: Sequence[Record]) -> None:
+    """Replace a metrics file, at once, by one of *records*.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    new = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: expected a file that can be written: {error.strerror}; choose another out_dir"
+        ) from error
+
+
 def _drop_unfinished_line(path: Path) -> None:
     if not path.exists():
         return
