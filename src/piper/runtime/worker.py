@@ -194,7 +194,7 @@ class Worker:
         first_step: int,
         num_steps: int,
         seed: int,
-        loss_scale: float,
+        loss_scale: float = 1.0,
         ranges: bool,
     ) -> WorkerProfile:
         """Like :meth:`run`, on batches that the driver checked, with every instruction recorded."""
