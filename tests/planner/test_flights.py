@@ -164,3 +164,24 @@ def test_updates_wait_for_no_later_reduction(level):
     first = min(at for at, i in enumerate(program) if isinstance(i, OptimizerStep))
     assert last < first
     assert sum(at < last for at in reduced) >= LAYERS - 1
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_what_reductions_made_is_added_before_one_that_waited_for_them(level):
+    """All but the first microbatch's, which become the totals."""
+
+    def not_added(plan):
+        """For each reduction, how many slices there are when it starts that are not added yet."""
+        program = plan.devices[0].instructions
+        added = {slot for i in program if isinstance(i, Accumulate) for slot in i.right}
+        made, found = set(), []
+        for instruction in program:
+            if isinstance(instruction, ReduceScatterBucket):
+                found.append(len(made))
+                made.update(added.intersection(instruction.writes()))
+            if isinstance(instruction, Accumulate):
+                made.difference_update(instruction.right)
+        return found
+
+    assert max(not_added(planned(level, reduce_bytes=LAYER))) == 0
+    assert max(not_added(planned(level))) > 0
