@@ -102,11 +102,15 @@ def test_memory_is_as_planned_and_less(level):
     assert few < highest(planned(level))
 
 
-def test_at_level_0_the_gradients_need_one_copy_and_one_contribution():
-    """Added to in place, and reduced one layer at a time."""
-    memory = account(planned(0, reduce_bytes=LAYER))[0]
+def test_gradients_need_one_copy_or_the_slices_and_one_layers_contributions():
+    """Added to in place as they are made, and reduced one layer at a time; or reduced at once, and slices added."""
+    found = [
+        account(planned(level, reduce_bytes=LAYER))[0].highest[Category.GRADIENTS]
+        for level in range(4)
+    ]
     whole = LAYERS * LAYER
-    assert memory.highest[Category.GRADIENTS] <= whole + 2 * LAYER
+    assert found[0] == whole
+    assert max(found[1:]) <= whole // 2 + LAYER + LAYER // 2 < whole
 
 
 def gathers(plan):
