@@ -102,11 +102,15 @@ def test_memory_is_as_planned_and_less(level):
     assert few < highest(planned(level))
 
 
-def test_at_level_0_the_gradients_need_one_copy_and_one_contribution():
-    """Added to in place, and reduced one layer at a time."""
-    memory = account(planned(0, reduce_bytes=LAYER))[0]
+def test_gradients_need_one_copy_or_the_slices_and_one_layers_contributions():
+    """Added to in place as they are made, and reduced one layer at a time; or reduced at once, and slices added."""
+    found = [
+        account(planned(level, reduce_bytes=LAYER))[0].highest[Category.GRADIENTS]
+        for level in range(4)
+    ]
     whole = LAYERS * LAYER
-    assert memory.highest[Category.GRADIENTS] <= whole + 2 * LAYER
+    assert found[0] == whole
+    assert max(found[1:]) <= whole // 2 + LAYER + LAYER // 2 < whole
 
 
 def gathers(plan):
@@ -164,3 +168,24 @@ def test_updates_wait_for_no_later_reduction(level):
     first = min(at for at, i in enumerate(program) if isinstance(i, OptimizerStep))
     assert last < first
     assert sum(at < last for at in reduced) >= LAYERS - 1
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_what_reductions_made_is_added_before_one_that_waited_for_them(level):
+    """All but the first microbatch's, which become the totals."""
+
+    def not_added(plan):
+        """For each reduction, how many slices there are when it starts that are not added yet."""
+        program = plan.devices[0].instructions
+        added = {slot for i in program if isinstance(i, Accumulate) for slot in i.right}
+        made, found = set(), []
+        for instruction in program:
+            if isinstance(instruction, ReduceScatterBucket):
+                found.append(len(made))
+                made.update(added.intersection(instruction.writes()))
+            if isinstance(instruction, Accumulate):
+                made.difference_update(instruction.right)
+        return found
+
+    assert max(not_added(planned(level, reduce_bytes=LAYER))) == 0
+    assert max(not_added(planned(level))) > 0
