@@ -386,10 +386,10 @@ def test_a_file_lost_while_it_is_read_closes_the_trainer(original, monkeypatch):
 @pytest.mark.timeout(300)
 def test_processes_write_and_read_their_own_files(tmp_path, monkeypatch):
     """Saved by processes and loaded by threads, and the other way round; a relative path is the driver's."""
-    monkeypatch.chdir(tmp_path)
     model = Model(3.0, tied=True)
     pipeline = strategy([[0], [1]])
     with compiled(pipeline, model) as threads, compiled(model=model, backend="ray") as processes:
+        monkeypatch.chdir(tmp_path)  # the workers stay where they are
         first = processes.step(*batch_of(0)).loss
         processes.save("one")
         expected = processes.step(*batch_of(1)).loss

@@ -39,6 +39,26 @@ def test_the_result_is_shown_and_written(piper, write, tmp_path):
     assert load_file(tmp_path / "out" / "model.safetensors")
 
 
+def test_a_run_is_resumed(piper, write, tmp_path):
+    train = SECTIONS["train"] + '\nout_dir = "out"\nreference_steps = 0\ncheckpoint_every = 2'
+    result = piper("train", write(train=train.replace("steps = 5", "steps = 2")))
+    assert result.exit_code == 0, result.output
+    assert "checkpoint written to" in result.stdout
+    again = piper("train", write(train=train))
+    assert again.exit_code == 1
+    assert "checkpoints of an earlier run" in again.stderr
+    resumed = piper("train", write(train=train), "--resume", "out")
+    assert resumed.exit_code == 0, resumed.output
+    assert "finished after 5 steps" in resumed.stdout
+    assert [record.step for record in trained(tmp_path / "out")] == [1, 2, 3, 4, 5]
+
+
+def test_there_is_nothing_to_resume(piper, write, tmp_path):
+    result = piper("train", write(), "--resume", "nowhere")
+    assert result.exit_code == 1
+    assert "nowhere: expected a checkpoint, or the folder of a run" in result.stderr
+
+
 @pytest.fixture
 def reported(write):
     """What is printed about an outcome."""

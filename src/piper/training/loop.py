@@ -304,6 +304,7 @@ class _Run:
                     self._evaluate()
                 if stop == checkpoint:
                     self._save()
+                    self._heed_interrupts()
         except _Enough:
             return Ending.INTERRUPTED if self.interrupts.requested else self._out_of_time()
         return Ending.FINISHED
@@ -343,6 +344,9 @@ class _Run:
         self.metrics.write(record)
         self.held_out.append(record)
         self.watcher.evaluated(record)
+        self._heed_interrupts()
+
+    def _heed_interrupts(self) -> None:
         if self.interrupts.requested:
             raise _Enough
 
