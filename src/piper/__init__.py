@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from piper.directives.place import Place
     from piper.directives.recompute import Recompute
     from piper.directives.replicate import Replicate
+    from piper.directives.shard import Shard
     from piper.directives.split import Split
     from piper.directives.strategy import apply, dump_strategy, load_strategy
     from piper.errors import PiperError
     from piper.plan.codec import load_plan, save_plan
     from piper.planner import plan
+    from piper.runtime.grouped import grouped_mm
     from piper.schedules import placements
     from piper.verify import verify
 
@@ -37,6 +39,7 @@ __all__ = [
     "Place",
     "Recompute",
     "Replicate",
+    "Shard",
     "Split",
     "TrainResult",
     "Trainer",
@@ -48,6 +51,7 @@ __all__ = [
     "compile",
     "dump_strategy",
     "errors",
+    "grouped_mm",
     "load_plan",
     "load_strategy",
     "placements",
@@ -65,6 +69,7 @@ _HOMES = {
     "Place": "piper.directives.place",
     "Recompute": "piper.directives.recompute",
     "Replicate": "piper.directives.replicate",
+    "Shard": "piper.directives.shard",
     "Split": "piper.directives.split",
     "TrainResult": "piper.api.trainer",
     "Trainer": "piper.api.trainer",
@@ -75,6 +80,7 @@ _HOMES = {
     "check": "piper.api.check",
     "compile": "piper.api.compile",
     "dump_strategy": "piper.directives.strategy",
+    "grouped_mm": "piper.runtime.grouped",
     "load_plan": "piper.plan.codec",
     "load_strategy": "piper.directives.strategy",
     "plan": "piper.planner",

@@ -75,7 +75,8 @@ class Trainer:
         self._closed = False
         if optimizer is not None:
             dag = program.plan.dag
-            check_optimizer(optimizer, dag.parameters, dag.shards, program.plan.num_devices)
+            cut = {*dag.shards, *dag.experts}
+            check_optimizer(optimizer, dag.parameters, cut, program.plan.num_devices)
         with self._closing_on_error():
             backend.start(program.plan.num_devices)
             self._load(program)

@@ -5,20 +5,26 @@ from msgspec.structs import replace
 from piper.ids import NodeId, ValueId
 from piper.ir.dag import Chunk, Dag, Role, Value
 from piper.ops.all_gather import AllGather
+from piper.ops.all_to_all import AllToAll, AllToAllCounts, AllToAllRows
 from piper.ops.p2p import Transfer
 
 
 def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
-    """The core chunks, each reading the values that its producers made, or parameters, and not transferred or gathered
-    copies of them.
+    """The core chunks, each reading the values that its producers made, or parameters, and not transferred, exchanged or
+    gathered copies of them.
     """
     origin: dict[ValueId, ValueId] = {}
     parameters = {v.name: v.id for v in dag.values.values() if v.role is Role.PARAMETER}
     for node in dag.nodes.values():
         if isinstance(node.work, Transfer):
             origin[node.outputs[0]] = node.inputs[0]
+        elif isinstance(node.work, (AllToAll, AllToAllCounts, AllToAllRows)):
+            origin[node.outputs[-1]] = node.inputs[0]
         elif isinstance(node.work, AllGather):
             origin.update({v: parameters[dag.values[v].name] for v in node.outputs})
+    for value in origin:  # a value may have travelled through several nodes
+        while origin[value] in origin:
+            origin[value] = origin[origin[value]]
     chunks: dict[NodeId, Chunk] = {}
     for chunk in dag.chunks():
         if chunk.derived:

@@ -63,11 +63,35 @@ STATE = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.KEPT, Role.SEED
 """Roles of values that exist before the step and after it."""
 
 
+class LayoutKind(StrEnum):
+    """What a value of a sharded expert region is."""
+
+    PARAMETER = "parameter"  # cut along dimension 0, the experts
+    CAPACITY = "capacity"  # equally many tokens per expert: dimensions for the experts and for an expert's tokens
+    ROWS = "rows"  # dimension 0: tokens, sorted by expert
+    COUNTS = "counts"  # the numbers of tokens per expert
+
+
+class ExpertLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """How a value is cut by experts.
+
+    ``other`` is the value's spec on the other side of the region's border: inside the region of a value that enters it, outside of one
+    that leaves it. For CAPACITY, ``sizes`` are the sizes outside, merged dimensions taken apart (-1: the tokens').
+    """
+
+    kind: LayoutKind
+    other: TensorSpec
+    sizes: tuple[int, ...] = ()
+    expert_dim: int = 0
+    token_dim: int = 0
+
+
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A named tensor.
 
     ``name`` is the parameter's, buffer's or batch leaf's; a contribution or total carries its
-    parameter's. ``microbatch`` is, for an INPUT, the microbatch whose rows it holds (0 before any split).
+    parameter's. ``microbatch`` is, for an INPUT, the microbatch whose rows it holds (0 before any split). ``experts`` says how a value is
+    cut that enters or leaves a sharded expert region, or a parameter of one.
     """
 
     id: ValueId
@@ -75,6 +99,7 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     role: Role
     name: str = ""
     microbatch: int = 0
+    experts: ExpertLayout | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag="chunk"):
@@ -83,7 +108,8 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, t
     ``tags`` is the region path, outermost first, followed by the split dimensions, for instance
     ``(("PP", 1), ("EP", 3), ("MB", 0))``. ``p2p_stream`` carries its values to other
     groups (``None``: the default). ``replication`` is the index of the :class:`Replication` that claims it, ``recompute`` the
-    number of the directive that lets its region's backward recompute the forward, or ``None``.
+    number of the directive that lets its region's backward recompute the forward, or ``None``. ``sharding`` is the index of the
+    :class:`Sharding` that shards its experts.
     """
 
     id: NodeId
@@ -98,6 +124,7 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, t
     replication: int | None = None
     derived: bool = False
     recompute: int | None = None
+    sharding: int | None = None
 
     @property
     def label(self) -> str:
@@ -217,6 +244,16 @@ class Replication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffers: str | None = None
 
 
+class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a ``Shard`` asks for the expert regions that it claims: the device lists within which their experts are sharded (empty: the
+    whole group of each node), and the stream of the all-to-all.
+    """
+
+    directive: int
+    stream: Stream
+    groups: tuple[DeviceGroup, ...] = ()
+
+
 class Clip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Clipping by the norm of all gradients together: they are scaled by ``min(1, max_norm / (norm + 1e-6))`` before the update.
     ``max_norm`` is ``None`` where the norm is only reported.
@@ -250,7 +287,8 @@ class Dag:
     of the global batch. ``losses`` (and ``weights``, for a weighted loss) list one value per microbatch.
     ``contributions`` lists, per parameter, the gradient contributions of all core chunks. ``buffer_updates``
     gives the final value of each buffer that the forward writes. ``shards`` lists, for each sharded parameter, the device groups of which
-    member i holds slice i. ``clip`` and ``gradient_use`` say what is done with the gradients. ``directives`` is the history, as text.
+    member i holds slice i; ``experts``, for each parameter of a sharded expert region, those of which member i holds the i-th part of the
+    experts (of which ``shards`` then has the slices). ``clip`` and ``gradient_use`` say what is done with the gradients. ``directives`` is the history, as text.
     """
 
     nodes: Mapping[NodeId, Node]
@@ -272,6 +310,8 @@ class Dag:
     splits: tuple[SplitDim, ...] = ()
     replications: tuple[Replication, ...] = ()
     shards: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
+    shardings: tuple[Sharding, ...] = ()
+    experts: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
     directives: tuple[str, ...] = field(default=())
     clip: Clip | None = None
     gradient_use: GradientUse = GradientUse.UPDATE
@@ -356,6 +396,13 @@ class Dag:
         """Data-parallel replicas: the common size of all device groups (1 before placement)."""
         sizes = [len(c.devices) for c in self.chunks() if not c.derived and c.devices]
         return max(sizes, default=1)
+
+    def expert_part(self, name: str, device: DeviceId) -> tuple[int, int] | None:
+        """Which of how many parts of its experts *device* holds of parameter *name*; ``None`` where experts are not sharded."""
+        for group in self.experts.get(name, ()):
+            if device in group:
+                return group.index(device), len(group)
+        return None
 
     def chunks(self) -> Iterator[Chunk]:
         """The compute nodes, in node order."""

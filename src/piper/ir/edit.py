@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from msgspec.structs import replace as replace_struct
 
 from piper.errors import DirectiveError, SplitError
-from piper.ids import NodeId, ValueId
+from piper.ids import BodyId, NodeId, ValueId
+from piper.ir.body import Body
 from piper.ir.core import core_chunks, core_values
 from piper.ir.dag import (
     SOURCES,
@@ -22,9 +23,11 @@ from piper.ir.dag import (
     OrderEdge,
     Replication,
     Role,
+    Sharding,
     SplitDim,
     Value,
 )
+from piper.ops.compute import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,26 @@ def add_replication(dag: Dag, replication: Replication, changed: Mapping[NodeId,
     """Record a replication and exchange the chunks that it claims."""
     nodes: dict[NodeId, Node] = {**dag.nodes, **changed}
     return Edit(replace(dag, nodes=nodes, replications=(*dag.replications, replication)), {})
+
+
+def add_sharding(
+    dag: Dag,
+    sharding: Sharding,
+    changed: Mapping[NodeId, Chunk],
+    values: Mapping[ValueId, Value],
+    bodies: Mapping[BodyId, Body],
+) -> Edit:
+    """Record a sharding and exchange the chunks that it claims, and values that it changes; *bodies* are the new chunks'."""
+    nodes: dict[NodeId, Node] = {**dag.nodes, **changed}
+    used = {node.work.body for node in nodes.values() if isinstance(node.work, Call)}
+    sharded = replace(
+        dag,
+        nodes=nodes,
+        values={**dag.values, **values},
+        bodies={i: body for i, body in {**dag.bodies, **bodies}.items() if i in used},
+        shardings=(*dag.shardings, sharding),
+    )
+    return Edit(sharded, {})
 
 
 def use_gradients(dag: Dag, use: GradientUse, clip: Clip | None) -> Edit:

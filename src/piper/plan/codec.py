@@ -27,6 +27,7 @@ from piper.ir.dag import (
     OrderEdge,
     Parameter,
     Replication,
+    Sharding,
     SplitDim,
     Value,
 )
@@ -78,6 +79,8 @@ class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     splits: tuple[SplitDim, ...]
     replications: tuple[Replication, ...]
     shards: dict[str, tuple[tuple[DeviceId, ...], ...]]
+    shardings: tuple[Sharding, ...]
+    experts: dict[str, tuple[tuple[DeviceId, ...], ...]]
     directives: tuple[str, ...]
     clip: Clip | None
     gradient_use: GradientUse

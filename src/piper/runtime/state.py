@@ -34,19 +34,33 @@ names.
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Slice ``index`` of ``count`` equal runs of a tensor's flattened elements (the last ones may be short or empty)."""
+    """Slice ``index`` of ``count`` equal runs of a tensor's flattened elements (the last ones may be short or empty).
 
-    index: int
-    count: int
+    Where experts are sharded, ``experts`` says which of how many equal parts of dimension 0 is meant; the slice is one of that part, or,
+    with ``count`` 1, the part itself in its own shape.
+    """
+
+    index: int = 0
+    count: int = 1
+    experts: tuple[int, int] = (0, 1)
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of the experts; a view of *tensor*."""
+        index, count = self.experts
+        return tensor if count == 1 else tensor.chunk(count)[index]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice, one-dimensional, without padding; a view of *tensor* where possible."""
-        length = self.length(tuple(tensor.shape))
-        return tensor.reshape(-1)[self.index * length : (self.index + 1) * length]
+        """The slice, one-dimensional (unless it is a whole part of the experts), without padding; a view of *tensor* where possible."""
+        part = self.part(tensor)
+        if self.count == 1:
+            return part
+        length = shard_length(tuple(part.shape), self.count)
+        return part.reshape(-1)[self.index * length : (self.index + 1) * length]
 
     def length(self, shape: tuple[int, ...]) -> int:
         """Elements of each slice of a tensor of *shape*, padding included."""
-        return shard_length(shape, self.count)
+        first = shape[:1] if self.experts[1] == 1 else (shape[0] // self.experts[1],)
+        return shard_length((*first, *shape[1:]), self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +105,7 @@ class StateSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A slice of a parameter: which, and its elements (one-dimensional, without padding)."""
+    """A slice of a parameter: which, and its elements (one-dimensional, without padding, or a part of the experts in its shape)."""
 
     part: Slice
     tensor: torch.Tensor
@@ -101,7 +115,8 @@ class ModelState:
     """Parameters and buffers of one device; the tensors keep their identity for the state's life.
 
     A device may hold a parameter whole, or a slice of it, or both; what the optimizer updates is the slice if there is one.
-    *parameters* are whole tensors in either case; *slices* says of which a slice is held, *whole* which are held whole.
+    *parameters* are whole tensors in either case; *slices* says of which a slice is held, *whole* which are held whole, *experts* of which only a
+    part of the experts is held ("whole" then means that part), as (index, count).
 
     Raises :class:`StateError` for a tensor that does not have the model's shape or type,
     :class:`ConfigError` for an optimizer that cannot serve.
@@ -116,16 +131,19 @@ class ModelState:
         device: torch.device,
         slices: Mapping[str, Slice] | None = None,
         whole: Container[str] | None = None,
+        experts: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self._device = device
         self._slices = dict(slices or {})
+        self._parts = {name: Slice(experts=part) for name, part in (experts or {}).items()}
         self._kept: dict[str, torch.Tensor] = {}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         self.parameters: dict[str, torch.nn.Parameter] = {
-            name: _own(name, tensor, model[name], device)
+            name: _own(name, tensor, model[name], device, self._parts.get(name, Slice()))
             for name, tensor in parameters.items()
             if name not in self._slices or (whole is not None and name in whole)
         }
+        self._shown = {**{n: s for n, s in self._parts.items() if n in parameters}, **self._slices}
         self._shards = {
             name: _padded_slice(parameters[name], part, device)
             for name, part in self._slices.items()
@@ -185,7 +203,7 @@ class ModelState:
                 parameter.grad = _laid_out_like(parameter, final)
             if self._observe is not None:
                 shown = {name: _gradient(parameters[name]) for name in gradients}
-                self._observe(shown, self._slices)
+                self._observe(shown, self._shown)
             self._optimizer.step()
         finally:
             for name in gradients:
@@ -239,19 +257,18 @@ class ModelState:
         """Copies, on the CPU, of the named parameters and buffers; with *optimizer* its state for
         those parameters.
 
-        Where the device holds a slice of a parameter that is what is copied, and the whole one too only
-        if *everything* is asked for.
+        Where the device holds a slice of a parameter, or a part of its experts, that is what is copied, and the whole one
+        too, if it is there, only if *everything* is asked for.
         """
         wanted = set(names)
         parameters = {
             n: _copy(p)
             for n, p in self.parameters.items()
-            if n in wanted and (everything or n not in self._slices)
+            if n in wanted
+            and (n not in self._shown or (everything and n in self._slices and n not in self._parts))
         }
         shards = {
-            n: Shard(part, _copy(self._trained[n]))
-            for n, part in self._slices.items()
-            if n in wanted
+            n: Shard(part, _copy(self._trained[n])) for n, part in self._shown.items() if n in wanted
         }
         buffers = {n: _copy(b) for n, b in self.buffers.items() if n in wanted}
         state = self._optimizer_snapshot({**parameters, **shards}) if optimizer else None
@@ -266,7 +283,8 @@ class ModelState:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if name in snapshot.parameters:
-                    parameter.copy_(snapshot.parameters[name])
+                    part = self._parts.get(name, Slice())
+                    parameter.copy_(part.of(snapshot.parameters[name]))
             for name, part in self._slices.items():
                 if name in snapshot.parameters:
                     self._trained[name].copy_(part.of(snapshot.parameters[name]))
@@ -321,7 +339,7 @@ class ModelState:
 
     def _part(self, name: str, key: str, value: object) -> object:
         """What this device holds of an entry of the optimizer's state."""
-        part = self._slices.get(name)
+        part = self._shown.get(name)
         if part is None or not isinstance(value, torch.Tensor):
             return value
         return part.of(value) if per_element(key, value, self._shapes[name]) else value
@@ -349,7 +367,7 @@ def per_element(key: str, value: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
 def merge_slices(parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
     """The tensor of which *parts* are all slices, in order."""
-    return torch.cat(list(parts)).reshape(tuple(shape))
+    return torch.cat([part.reshape(-1) for part in parts]).reshape(tuple(shape))
 
 
 def _padded_slice(tensor: torch.Tensor, part: Slice, device: torch.device) -> torch.Tensor:
@@ -452,10 +470,10 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _own(
-    name: str, tensor: torch.Tensor, declared: Parameter, device: torch.device
+    name: str, tensor: torch.Tensor, declared: Parameter, device: torch.device, part: Slice
 ) -> torch.nn.Parameter:
     check_tensor("parameter", name, tensor, declared.spec)
-    own = tensor.detach().to(device, copy=True)
+    own = part.part(tensor.detach()).to(device, copy=True)
     return torch.nn.Parameter(own, requires_grad=declared.requires_grad)
 
 

@@ -120,7 +120,12 @@ class Worker:
     ) -> None:
         """Hold the parameters and buffers *names*, and an optimizer for them."""
         dag, slots = self._plans[key].plan.dag, self._plans[key].mine.slots
-        slices = {i.name: Slice(*i.shard) for i in slots if i.shard is not None}
+        parts = {i.name: i.experts for i in slots if i.experts is not None}
+        slices = {
+            i.name: Slice(*i.shard, experts=i.experts or (0, 1))
+            for i in slots
+            if i.shard is not None
+        }
         whole = {i.name for i in slots if i.role is Role.PARAMETER}
         tensors = weights(names) if callable(weights) else weights
         self._state = ModelState(
@@ -131,6 +136,7 @@ class Worker:
             self._make_device().torch_device,
             slices,
             whole,
+            parts,
         )
         for loaded in self._plans.values():
             loaded.program = self._program(loaded, self._make_device(), self._state)

@@ -4,6 +4,7 @@ Every instruction is followed in issue order as the CPU's device executes it. Ch
 outputs are views of what.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -188,7 +189,10 @@ class _Walk:
                 continue
             for name, slot in zip(instruction.names, instruction.parameters, strict=True):
                 spec = self.plan.dag.parameters[name].spec
-                shape, numel = spec.sizes(self.plan.bindings), spec.numel(self.plan.bindings)
+                shape = spec.sizes(self.plan.bindings)
+                if (experts := self.mine.slots[slot].experts) is not None:
+                    shape = (shape[0] // experts[1], *shape[1:])
+                numel = math.prod(shape)
                 if (shard := self.mine.slots[slot].shard) is not None:
                     index, count = shard
                     length = shard_length(shape, count)

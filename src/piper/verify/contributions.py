@@ -40,12 +40,16 @@ def check_contributions(
 
 
 class _Origins:
-    """The identities of all contributions: a digit per contributing value and device."""
+    """The identities of all contributions: a digit per contributing value and device.
+
+    ``full`` says, by parameter and part of its experts (``WHOLE`` where they are not sharded), what all of them are together.
+    """
 
     def __init__(self, dag: Dag) -> None:
         self.digits: dict[ValueId, tuple[str, int, tuple[int, ...]]] = {}
-        self.full: dict[str, int] = {}
+        self.full: dict[tuple[str, int], int] = {}
         self._members: dict[str, list[tuple[ValueId, int]]] = {}
+        self._part: dict[tuple[str, int], int] = {}
         sums: list[tuple[str, Iterable[ValueId]]] = [(_WEIGHT, dag.weights)]
         sums += dag.contributions.items()
         for name, values in sums:
@@ -54,14 +58,25 @@ class _Origins:
                 devices = delivered_to(dag.nodes[dag.producers[value]])
                 self.digits[value] = (name, len(members), devices)
                 members.extend((value, device) for device in devices)
-            self.full[name] = int.from_bytes(b"\x01" * len(members), "little")
             self._members[name] = members
+            groups = dag.experts.get(name, ())
+            self._part.update({(name, d): i for group in groups for i, d in enumerate(group)})
+            digits = {WHOLE: bytearray(len(members))}
+            for digit, (_, device) in enumerate(members):
+                part = digits.setdefault(self.part(name, device), bytearray(len(members)))
+                part[digit] = 1
+            for which, ones in digits.items():
+                self.full[name, which] = int.from_bytes(ones, "little")
+
+    def part(self, name: str, device: int) -> int:
+        """The part of a parameter's experts that *device* holds."""
+        return self._part.get((name, device), WHOLE)
 
     def total(self, value: ValueId, device: int) -> Total:
         """The sum of one contribution."""
         name, base, devices = self.digits[value]
         digit = base + devices.index(device)
-        return Total(name, 1 << (8 * digit), hash((name, digit)))
+        return Total(name, 1 << (8 * digit), hash((name, digit)), part=self.part(name, device))
 
     def difference(self, dag: Dag, total: Total) -> str:
         """Which contributions *total* lacks or has more than once."""
@@ -73,7 +88,7 @@ class _Origins:
             f"    {'missing' if count == 0 else f'{count} times'}: "
             f"{describe_value(dag, value)} from device {device}"
             for (value, device), count in zip(members, counts, strict=False)
-            if count != 1
+            if count != 1 and (count or self.part(total.name, device) == total.part)
         ]
         return "\n".join(lines[:8] + ([f"    … {len(lines) - 8} more"] if len(lines) > 8 else []))
 
@@ -86,8 +101,8 @@ class _Symbolic:
         self.origins = _Origins(subject.dag)
         self.totals: list[dict[Slot, Total]] = [{} for _ in subject.traces]
         self.updated: dict[
-            str, dict[int, tuple[int, int, int]]
-        ] = {}  # name → device → position, history, slice
+            str, dict[int, tuple[int, int, tuple[int, int]]]
+        ] = {}  # name → device → position, history, part of the experts and slice
         self.refreshed: dict[str, set[int]] = {}  # name → devices whose whole copy was remade
         self.norms = Norms(subject, self.totals, self.origins.full)
 
@@ -127,7 +142,7 @@ class _Symbolic:
             instruction.totals, instruction.left, instruction.right, strict=True
         ):
             one, two = totals.get(left), totals.get(right)
-            if one is None or two is None or (one.name, one.shard) != (two.name, two.shard):
+            if one is None or two is None or (one.target, one.shard) != (two.target, two.shard):
                 yield (
                     f"{self.subject.at(device, i)}: {self.subject.slot(device, left)} and "
                     f"{self.subject.slot(device, right)} are not contributions to one sum"
@@ -200,7 +215,8 @@ class _Symbolic:
             instruction.names, instruction.parameters, instruction.gradients, strict=True
         ):
             total = self.totals[device].get(slot)
-            if total is None or total.name != name or total.counts != full.get(name):
+            key = (name, self.origins.part(name, device))
+            if total is None or total.target != key or total.counts != full.get(key):
                 yield self.wrong(here, device, slot, name, total)
                 continue
             info = subject.plan.devices[device].slots[parameter]
@@ -220,7 +236,7 @@ class _Symbolic:
         totals, norms = self.totals[device], self.norms.at(device)
         found = [totals.get(s) or norms.get(s) for s in scalars]
         ways = tuple(v.history for v in found if v is not None)
-        done[device] = (i, hash((total.history, ways)), total.shard)
+        done[device] = (i, hash((total.history, ways)), (total.part, total.shard))
 
     def divided(
         self, device: int, i: int, gradients: Sequence[Slot], scale: Slot | None
@@ -243,7 +259,7 @@ class _Symbolic:
             weight = found.get(scale)
             if weight is None or (weight.name, weight.counts) != (
                 _WEIGHT,
-                self.origins.full[_WEIGHT],
+                self.origins.full[_WEIGHT, WHOLE],
             ):
                 yield self.wrong(here, device, scale, _WEIGHT, weight)
         adding = self.subject.dag.gradient_use is GradientUse.ADD
@@ -268,7 +284,12 @@ class _Symbolic:
             zip(instruction.names, instruction.gradients, strict=True)
         ):
             total = totals.get(slot)
-            if total is None or total.name != name or total.counts != self.origins.full.get(name):
+            key = (name, self.origins.part(name, device))
+            if (
+                total is None
+                or total.target != key
+                or total.counts != self.origins.full.get(key)
+            ):
                 yield self.wrong(here, device, slot, name, total)
                 continue
             if slots[instruction.kept[k]].name != name or total.final:
@@ -363,11 +384,11 @@ def _sums(given: _Columns) -> list[Total | None] | None:
         if not present:
             results.append(None)
             continue
-        if len(present) < len(column) or len({(t.name, t.shard) for t in present}) != 1:
+        if len(present) < len(column) or len({(t.target, t.shard) for t in present}) != 1:
             return None
         history = hash(tuple(total.history for total in present))
         counts = sum(total.counts for total in present)
-        results.append(Total(present[0].name, counts, history, present[0].shard))
+        results.append(replace(present[0], counts=counts, history=history, final=False))
     return results
 
 

@@ -24,7 +24,7 @@ def find_shards(builder: Builder) -> dict[str, tuple[DeviceGroup, ...]]:
             replication = builder.replication(chunk)
             if replication is None or chunk.devices is None or not replication.level:
                 continue
-            for group in shard_groups(replication, chunk.devices):
+            for group in shard_groups(builder, name, replication, chunk.devices):
                 if len(group) > 1 and _sharded(builder, name, replication):
                     found.setdefault(name, {})[group] = replication
     shards = {name: tuple(groups) for name, groups in found.items()}
@@ -38,8 +38,20 @@ def _sharded(builder: Builder, name: str, replication: Replication) -> bool:
     return replication.level is Level.PARAMETERS or bool(builder.dag.contributions.get(name))
 
 
-def shard_groups(replication: Replication, devices: DeviceGroup) -> tuple[DeviceGroup, ...]:
-    """The groups within which the parameters of a node on *devices* are sharded."""
+def shard_groups(
+    builder: Builder, name: str, replication: Replication, devices: DeviceGroup
+) -> tuple[DeviceGroup, ...]:
+    """The groups within which parameter *name* of a node on *devices* is sharded: the replication's lists, of which each is cut into those
+    devices that hold the same experts if experts are sharded.
+    """
+    lists = _lists(replication, devices)
+    copies = builder.copies(name, devices)
+    return tuple(
+        mine for same in copies for inner in lists if (mine := tuple(d for d in inner if d in same))
+    )
+
+
+def _lists(replication: Replication, devices: DeviceGroup) -> tuple[DeviceGroup, ...]:
     if not replication.shard_groups:
         return (devices,)
     inside = tuple(g for g in replication.shard_groups if set(g) <= set(devices))
@@ -68,7 +80,7 @@ def _check_equal(
 
 def shard_spec(builder: Builder, name: str) -> TensorSpec:
     """Spec of one slice of a sharded parameter, padding included."""
-    spec = builder.dag.parameters[name].spec
+    spec = builder.held_spec(name)
     shape = tuple(int(str(d)) for d in spec.shape)
     return TensorSpec((shard_length(shape, shard_count(builder, name)),), spec.dtype)
 
