@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from piper.capture.annotate import annotate
 from piper.errors import ConfigError
+from piper.models.routing import sort_by_expert
 from piper.models.stages import require_positive, stage_layers
 from piper.runtime.grouped import grouped_mm
 
@@ -111,36 +112,36 @@ class Mixture(nn.Module):
         probabilities = logits.softmax(-1)
         weights, chosen = probabilities.topk(self.config.experts_per_token, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        hits = (chosen.flatten()[:, None] == torch.arange(self.config.num_experts, device=x.device)).long()
-        counts = hits.sum(0)
+        counts = self._hits(chosen.flatten()).sum(0)
         if self.expert_tokens is not None and self.training:
             self.expert_tokens.add_(counts)
         work = self._dropless if self.config.capacity_factor is None else self._capacity
-        mixed = work(tokens, chosen.flatten(), hits)
-        out = (mixed.unflatten(0, chosen.shape) * weights[..., None]).sum(1)
+        mixed = work(tokens, chosen).unflatten(0, chosen.shape)
+        out = (mixed * weights[..., None]).sum(1)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view_as(x), self._auxiliary(logits, probabilities, counts)
 
-    def _dropless(self, tokens: Tensor, chosen: Tensor, hits: Tensor) -> Tensor:
+    def _dropless(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """The experts' results ``[N·k, width]`` for all choices, in their order."""
-        order = chosen.argsort(stable=True)
-        rows, counts = tokens[order // self.config.experts_per_token], hits.sum(0)
+        routed = sort_by_expert(tokens, chosen, self.config.num_experts)
         with annotate("EP", self.layer):
-            rows = self.experts(rows, counts)
-        return rows[order.argsort()]
+            results = self.experts(routed.rows, routed.counts)
+        return routed.unsort(results)
 
-    def _capacity(self, tokens: Tensor, chosen: Tensor, hits: Tensor) -> Tensor:
+    def _capacity(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """The same; zeros for choices that find their expert full."""
         config = self.config
         number, experts, width = tokens.shape[0], config.num_experts, tokens.shape[1]
         factor = Fraction(config.capacity_factor or 1.0).limit_denominator(1000)
         up, down = factor.numerator * config.experts_per_token, factor.denominator * experts
         capacity = (number * up + down - 1) // down
+        flat = chosen.flatten()
+        hits = self._hits(flat)
         place = (hits.cumsum(0) * hits).sum(-1) - 1
         slots = experts * capacity
-        slot = torch.where(place < capacity, chosen * capacity + place, slots)
-        choices = torch.arange(chosen.shape[0], device=tokens.device)
+        slot = torch.where(place < capacity, flat * capacity + place, slots)
+        choices = torch.arange(flat.shape[0], device=tokens.device)
         table = choices.new_full((slots + 1,), number)
         table = table.scatter(0, slot, choices // config.experts_per_token)
         nothing = tokens.new_zeros(1, width)
@@ -148,6 +149,11 @@ class Mixture(nn.Module):
         with annotate("EP", self.layer):
             x = self.experts(x)
         return torch.cat([x.reshape(slots, width), nothing])[slot]
+
+    def _hits(self, chosen: Tensor) -> Tensor:
+        """``[N·k, E]``: 1 where a choice is that expert."""
+        experts = torch.arange(self.config.num_experts, device=chosen.device)
+        return (chosen[:, None] == experts).long()
 
     def _auxiliary(self, logits: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         config = self.config
