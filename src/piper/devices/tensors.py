@@ -82,7 +82,8 @@ class TensorOperations:
     ) -> torch.Tensor:
         """See :class:`~piper.ops.base.Device`."""
         numbers = [n for sender in received for n in sender]
-        parts = as_torch(flat).view(sum(numbers), -1).split(numbers) if sum(numbers) else ()
+        rows = as_torch(flat).view(sum(numbers), -1) if sum(numbers) else None
+        parts = () if rows is None else torch.split(rows, numbers)
         experts = len(received[0])
         ordered = [part for e in range(experts) for part in parts[e::experts]]
         sorted_rows = torch.cat(ordered).reshape(-1) if ordered else as_torch(flat)
@@ -92,7 +93,7 @@ class TensorOperations:
         """See :class:`~piper.ops.base.Device`."""
         senders = len(received)
         numbers = [n for by_expert in zip(*received, strict=True) for n in by_expert]
-        parts = as_torch(rows)[: sum(numbers)].split(numbers)
+        parts = torch.split(as_torch(rows)[: sum(numbers)], numbers)
         ordered = [part for s in range(senders) for part in parts[s::senders]]
         return torch.cat(ordered).reshape(-1)
 

@@ -97,9 +97,7 @@ class Shard(Directive, frozen=True):
         device_group([*flat, *(d for group in nested for d in group)])
         return nested or (device_group(flat),)
 
-    def _claim(
-        self, dag: Dag, chunk: Chunk, index: int, lists: tuple[DeviceGroup, ...]
-    ) -> Chunk:
+    def _claim(self, dag: Dag, chunk: Chunk, index: int, lists: tuple[DeviceGroup, ...]) -> Chunk:
         if chunk.sharding is not None:
             first = dag.shardings[chunk.sharding].directive
             raise DirectiveError(
@@ -112,4 +110,3 @@ class Shard(Directive, frozen=True):
                 f'node {chunk.label!r} is not placed yet; devices="placed" shards over the devices that a Place before it chose'
             )
         return replace(chunk, devices=tuple(d for g in lists for d in g), sharding=index)
-

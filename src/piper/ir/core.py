@@ -22,9 +22,11 @@ def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
             origin[node.outputs[-1]] = node.inputs[0]
         elif isinstance(node.work, AllGather):
             origin.update({v: parameters[dag.values[v].name] for v in node.outputs})
-    for value in origin:  # a value may have travelled through several nodes
-        while origin[value] in origin:
-            origin[value] = origin[origin[value]]
+    for value, source in origin.items():  # a value may have travelled through several nodes
+        first = source
+        while first in origin:
+            first = origin[first]
+        origin[value] = first
     chunks: dict[NodeId, Chunk] = {}
     for chunk in dag.chunks():
         if chunk.derived:

@@ -232,7 +232,7 @@ class Replication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``bucket_bytes`` bounds one message's payload (``None``: one bucket per region). ``shard_groups`` are the device lists within which
     is sharded (empty: the whole group of each node).
-    ``buffers`` says which replica's buffers count after the step: ``"first"``, ``"mean"`` or ``None`` (refuse).
+    ``buffers`` says which replica's buffers count after the step: ``"first"``, ``"mean"``, ``"sum"`` (of their changes) or ``None`` (refuse).
     """
 
     directive: int

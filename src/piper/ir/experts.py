@@ -359,11 +359,11 @@ class _Sharder:
             self.values[value] = replace(info, experts=layout)
         for value, label in zip(chunk.outputs, outputs, strict=True):
             info = self.dag.values[value]
-            layout = None
+            border: ExpertLayout | None = None
             if self._leaves(value) and not label.is_plain and info.role is not Role.CONTRIBUTION:
-                layout = self._layout(state, info.spec, label, info.spec)
+                border = self._layout(state, info.spec, label, info.spec)
             self.labels[value] = label
-            self.values[value] = replace(info, spec=scale.spec(info.spec, label), experts=layout)
+            self.values[value] = replace(info, spec=scale.spec(info.spec, label), experts=border)
         identity = body_id(body)
         self.bodies[identity] = body
         assert isinstance(chunk.work, Call)
@@ -376,7 +376,9 @@ class _Sharder:
             return ExpertLayout(LayoutKind.COUNTS, other)
         if state.dropless:
             if not _rows_first(label):
-                raise DirectiveError(f"a tensor {whole} that enters it does not have its rows first")
+                raise DirectiveError(
+                    f"a tensor {whole} that enters it does not have its rows first"
+                )
             return ExpertLayout(LayoutKind.ROWS, other)
         sizes: list[int] = []
         place: dict[Axis, int] = {}
@@ -385,7 +387,9 @@ class _Sharder:
                 if factor.axis is not None:
                     place[factor.axis] = len(sizes)
                 elif len(set(factor.size)) > 1:
-                    raise DirectiveError(f"a tensor {whole} has a second size that depends on the batch")
+                    raise DirectiveError(
+                        f"a tensor {whole} has a second size that depends on the batch"
+                    )
                 sizes.append(-1 if factor.axis is Axis.TOKENS else factor.size[0])
         return ExpertLayout(
             LayoutKind.CAPACITY, other, tuple(sizes), place[Axis.EXPERTS], place[Axis.TOKENS]

@@ -462,7 +462,9 @@ def _reduced(op: Operation, source: Label) -> tuple[tuple[int, ...], tuple[DimLa
     rank = len(source.dims)
     chosen = op.dims(1, rank)
     keep = len(op.result().shape) == rank
-    kept = tuple(() if i in chosen else d for i, d in enumerate(source.dims) if keep or i not in chosen)
+    kept = tuple(
+        () if i in chosen else d for i, d in enumerate(source.dims) if keep or i not in chosen
+    )
     return chosen, kept
 
 
@@ -476,7 +478,9 @@ def _along(position: int) -> Rule:
         dim = op.number(position, -1) % max(len(label.dims), 1)
         if _has_axes(label.dims[dim]):
             raise op.refuse("works along experts or tokens: the region mixes them")
-        return op.done(*(_replaced(op, label, dim, i, gone=False) for i in range(len(op.call.results))))
+        return op.done(
+            *(_replaced(op, label, dim, i, gone=False) for i in range(len(op.call.results)))
+        )
 
     return rule
 
@@ -555,5 +559,3 @@ def follow_body(
         region.scale.spec(spec, label) for spec, label in zip(body.inputs, inputs, strict=True)
     )
     return replace(body, inputs=new_inputs, calls=tuple(calls)), outputs
-
-

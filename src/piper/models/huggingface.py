@@ -44,7 +44,9 @@ def annotate_experts(model: nn.Module, name: str = "EP") -> int:
     Raises :class:`ConfigError` for a model whose experts do not use that registry, or have a norm of their own.
     """
     check_tag(name, 0)
-    found = [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "is_transposed")]
+    found = [
+        m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "is_transposed")
+    ]
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no experts that use transformers' registry of expert implementations; annotate its experts "
@@ -55,7 +57,7 @@ def annotate_experts(model: nn.Module, name: str = "EP") -> int:
             raise ConfigError(
                 f"the experts of {type(model).__name__} have a norm of their own, which piper's implementation does not have"
             )
-        module.piper_region = (name, index)
+        vars(module)["piper_region"] = (name, index)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 (optional)
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
@@ -74,7 +76,7 @@ def _experts_forward(
     with annotate(name, index):
         results = _experts(experts, routed.rows, routed.counts)
     weighted = routed.unsort(results) * top_k_weights.reshape(-1, 1)
-    mixed = weighted.unflatten(0, top_k_index.shape).sum(1)
+    mixed: Tensor = weighted.view(*top_k_index.shape, -1).sum(1)
     return mixed.to(hidden_states.dtype)
 
 
@@ -82,8 +84,10 @@ def _experts(self: _Experts, rows: Tensor, counts: Tensor) -> Tensor:
     first = self.gate_up_proj if self.has_gate else self.up_proj
     rows = _linear(self, rows, first, counts)
     if self.has_bias:
-        rows = rows + _biases(rows, self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, counts)
-    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)  # noqa: SLF001 (the registry's contract)
+        rows = rows + _biases(
+            rows, self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, counts
+        )
+    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
     rows = _linear(self, rows, self.down_proj, counts)
     return rows + _biases(rows, self.down_proj_bias, counts) if self.has_bias else rows
 

@@ -116,7 +116,7 @@ class Mixture(nn.Module):
         if self.expert_tokens is not None and self.training:
             self.expert_tokens.add_(counts)
         work = self._dropless if self.config.capacity_factor is None else self._capacity
-        mixed = work(tokens, chosen).unflatten(0, chosen.shape)
+        mixed = work(tokens, chosen).view(*chosen.shape, -1)
         out = (mixed * weights[..., None]).sum(1)
         if self.shared is not None:
             out = out + self.shared(tokens)

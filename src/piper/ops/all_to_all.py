@@ -169,4 +169,3 @@ class ExchangeRows(BucketCollective, frozen=True, kw_only=True):
 def _width(message: Message) -> int:
     """Elements of one row."""
     return message.numel // message.shape[0] if message.shape[0] else 1
-

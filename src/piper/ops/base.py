@@ -250,8 +250,8 @@ class State(Protocol):
         Parameters that are not named are left alone.
         """
 
-    def write_buffer(self, name: str, value: Tensor) -> None:
-        """Store a buffer's new value (copied in place)."""
+    def write_buffer(self, name: str, value: Tensor, replicas: int = 1) -> None:
+        """Store a buffer's new value (copied in place): *value* less ``replicas - 1`` times the old one."""
 
 
 class StepContext(Protocol):

@@ -198,7 +198,14 @@ class Cutter:
         slot = program.slot(value)
         buffer = self._state(self.state_values[Role.BUFFER, work.name], program.device)
         program.emit(
-            WriteBuffer(node=chunk.id, stream=COMPUTE, name=work.name, buffer=buffer, value=slot),
+            WriteBuffer(
+                node=chunk.id,
+                stream=COMPUTE,
+                name=work.name,
+                buffer=buffer,
+                value=slot,
+                replicas=work.replicas,
+            ),
             consume=(slot,),
         )
 

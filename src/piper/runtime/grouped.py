@@ -3,9 +3,11 @@
 Two operators of the namespace ``piper``, each the other's gradient. Importing the module registers them.
 """
 
+from typing import Protocol
+
 import torch
 
-_LAYOUT = torch.bfloat16
+_KERNEL_TYPE = torch.bfloat16
 """The element type for which torch has a kernel."""
 
 
@@ -39,7 +41,7 @@ def _grouped_outer(left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor
 
 def _has_kernel(rows: torch.Tensor, weights: torch.Tensor) -> bool:
     aligned = rows.shape[1] % 8 == 0 and weights.shape[2] % 8 == 0  # 16 bytes
-    return rows.is_cuda and rows.dtype is _LAYOUT and aligned
+    return rows.is_cuda and rows.dtype is _KERNEL_TYPE and aligned
 
 
 @_grouped_mm.register_fake
@@ -52,8 +54,17 @@ def _(left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Te
     return left.new_empty((counts.shape[0], left.shape[1], right.shape[1]))
 
 
+class _Context(Protocol):
+    """What autograd gives the two functions below."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
 def _save(
-    ctx: torch.autograd.function.FunctionCtx,
+    ctx: _Context,
     inputs: tuple[torch.Tensor, ...],
     output: torch.Tensor,  # noqa: ARG001
 ) -> None:
@@ -61,10 +72,10 @@ def _save(
 
 
 def _grouped_mm_backward(
-    ctx: torch.autograd.function.BackwardCFunction, gradient: torch.Tensor
+    ctx: _Context, gradient: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
     rows, weights, counts = ctx.saved_tensors
-    wants_rows, wants_weights, _ = ctx.needs_input_grad
+    wants_rows, wants_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
     return (
         grouped_mm(gradient, weights.transpose(1, 2), counts) if wants_rows else None,
         grouped_outer(rows, gradient, counts) if wants_weights else None,
@@ -73,10 +84,10 @@ def _grouped_mm_backward(
 
 
 def _grouped_outer_backward(
-    ctx: torch.autograd.function.BackwardCFunction, gradient: torch.Tensor
+    ctx: _Context, gradient: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
     left, right, counts = ctx.saved_tensors
-    wants_left, wants_right, _ = ctx.needs_input_grad
+    wants_left, wants_right = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
     return (
         grouped_mm(right, gradient.transpose(1, 2), counts) if wants_left else None,
         grouped_mm(left, gradient, counts) if wants_right else None,

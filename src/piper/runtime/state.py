@@ -209,9 +209,10 @@ class ModelState:
             for name in gradients:
                 parameters[name].grad = None
 
-    def write_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Copy *value* into the buffer."""
-        self.buffers[name].copy_(value)
+    def write_buffer(self, name: str, value: torch.Tensor, replicas: int = 1) -> None:
+        """Copy *value*, less ``replicas - 1`` times what the buffer was, into the buffer."""
+        buffer = self.buffers[name]
+        buffer.copy_(value if replicas == 1 else value - (replicas - 1) * buffer)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The parameter or buffer *name*.
@@ -265,10 +266,14 @@ class ModelState:
             n: _copy(p)
             for n, p in self.parameters.items()
             if n in wanted
-            and (n not in self._shown or (everything and n in self._slices and n not in self._parts))
+            and (
+                n not in self._shown or (everything and n in self._slices and n not in self._parts)
+            )
         }
         shards = {
-            n: Shard(part, _copy(self._trained[n])) for n, part in self._shown.items() if n in wanted
+            n: Shard(part, _copy(self._trained[n]))
+            for n, part in self._shown.items()
+            if n in wanted
         }
         buffers = {n: _copy(b) for n, b in self.buffers.items() if n in wanted}
         state = self._optimizer_snapshot({**parameters, **shards}) if optimizer else None

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from piper.ids import BodyId, EventId, Slot, Stream
 from piper.ops.accumulate import Accumulate
 from piper.ops.all_gather import AllGatherBucket, RefreshBucket
+from piper.ops.all_to_all import ExchangeCounts, ExchangeExperts, ExchangeRows
 from piper.ops.base import Instruction, Message, shard_length
 from piper.ops.bucket import BucketCollective
 from piper.ops.compute import Compute
@@ -290,11 +291,28 @@ class _Walk:
                 part = _Storage(mine)
                 fills = tuple((slot, part) for slot in instruction.outputs)
                 return _Flight((_Storage(mine * len(members)), part), fills)
+            case ExchangeExperts(messages=messages) | ExchangeCounts(messages=messages):
+                return self._exchange(instruction, messages[0].nbytes)
+            case ExchangeRows(messages=messages):
+                # How many rows are sent and received depends on the data: at most as many as the larger side has room for.
+                largest = max(messages[0].nbytes, self._nbytes(instruction.inputs[0]))
+                return self._exchange(instruction, largest)
             case _:
                 meeting = instruction.rendezvous()
                 messages = () if meeting is None else meeting.messages
                 flat = _Storage(sum(message.nbytes for message in messages))
                 return _Flight((flat,), tuple((slot, flat) for slot in instruction.writes()))
+
+    def _exchange(self, instruction: BucketCollective, nbytes: int) -> _Flight:
+        """A copy of what is sent, what is received, and the results, which are made of it."""
+        sent, received = _Storage(nbytes), _Storage(nbytes)
+        made = tuple((slot, _Storage(self._nbytes(slot))) for slot in instruction.outputs)
+        if isinstance(instruction, ExchangeCounts):  # the matrix is what was received
+            made = ((instruction.outputs[0], received), *made[1:])
+        return _Flight((sent, received), made)
+
+    def _nbytes(self, slot: Slot) -> int:
+        return self.mine.slots[slot].message.nbytes
 
     def _gather(self, instruction: BucketCollective) -> _Flight:
         """The slices are put into one message; the whole tensors are copied out of the flat result,

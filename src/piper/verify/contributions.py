@@ -285,11 +285,7 @@ class _Symbolic:
         ):
             total = totals.get(slot)
             key = (name, self.origins.part(name, device))
-            if (
-                total is None
-                or total.target != key
-                or total.counts != self.origins.full.get(key)
-            ):
+            if total is None or total.target != key or total.counts != self.origins.full.get(key):
                 yield self.wrong(here, device, slot, name, total)
                 continue
             if slots[instruction.kept[k]].name != name or total.final:

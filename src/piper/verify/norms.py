@@ -19,7 +19,10 @@ class Norms:
     """The symbolic norms of all devices. *totals* are the sums, by device; *full* says what all contributions to each are."""
 
     def __init__(
-        self, subject: Subject, totals: Sequence[Mapping[Slot, Total]], full: Mapping[tuple[str, int], int]
+        self,
+        subject: Subject,
+        totals: Sequence[Mapping[Slot, Total]],
+        full: Mapping[tuple[str, int], int],
     ) -> None:
         self.subject, self.totals, self.full = subject, totals, full
         self.norms: list[dict[Slot, Measured]] = [{} for _ in subject.traces]

@@ -29,7 +29,9 @@ class Total:
     def plus(self, other: "Total") -> "Total":
         """The sum of two; addition of two numbers commutes bitwise."""
         one, two = sorted((self.history, other.history))
-        return Total(self.name, self.counts + other.counts, hash((one, two)), self.shard, part=self.part)
+        return Total(
+            self.name, self.counts + other.counts, hash((one, two)), self.shard, part=self.part
+        )
 
 
 @dataclass(frozen=True, slots=True)

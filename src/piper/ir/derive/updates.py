@@ -365,9 +365,7 @@ class _Bucket:
                 groups.setdefault(part, []).append(inner)
         if len(groups[0]) <= 1:
             return values
-        members = tuple(
-            slices for alike in groups.values() for slices in zip(*alike, strict=True)
-        )
+        members = tuple(slices for alike in groups.values() for slices in zip(*alike, strict=True))
         node = communication(AllReduce(), self.use.region, values, members, self.stream)
         return self.builder.add(node, self._slices(Role.TOTAL))
 
