@@ -75,7 +75,7 @@ class Trainer:
         self._closed = False
         if optimizer is not None:
             dag = program.plan.dag
-            cut = {*dag.shards, *dag.experts}
+            cut = {*dag.shards, *dag.expert_groups}
             check_optimizer(optimizer, dag.parameters, cut, program.plan.num_devices)
         with self._closing_on_error():
             backend.start(program.plan.num_devices)

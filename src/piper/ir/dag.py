@@ -287,7 +287,7 @@ class Dag:
     of the global batch. ``losses`` (and ``weights``, for a weighted loss) list one value per microbatch.
     ``contributions`` lists, per parameter, the gradient contributions of all core chunks. ``buffer_updates``
     gives the final value of each buffer that the forward writes. ``shards`` lists, for each sharded parameter, the device groups of which
-    member i holds slice i; ``experts``, for each parameter of a sharded expert region, those of which member i holds the i-th part of the
+    member i holds slice i; ``expert_groups``, for each parameter of a sharded expert region, those of which member i holds the i-th part of the
     experts (of which ``shards`` then has the slices). ``clip`` and ``gradient_use`` say what is done with the gradients. ``directives`` is the history, as text.
     """
 
@@ -311,7 +311,7 @@ class Dag:
     replications: tuple[Replication, ...] = ()
     shards: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
     shardings: tuple[Sharding, ...] = ()
-    experts: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
+    expert_groups: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
     directives: tuple[str, ...] = field(default=())
     clip: Clip | None = None
     gradient_use: GradientUse = GradientUse.UPDATE
@@ -399,7 +399,7 @@ class Dag:
 
     def expert_part(self, name: str, device: DeviceId) -> tuple[int, int] | None:
         """Which of how many parts of its experts *device* holds of parameter *name*; ``None`` where experts are not sharded."""
-        for group in self.experts.get(name, ()):
+        for group in self.expert_groups.get(name, ()):
             if device in group:
                 return group.index(device), len(group)
         return None

@@ -132,7 +132,8 @@ class _Sharder:
             listed = ", ".join(f"{n!r} {cut[n].spec}" for n in sorted(wrong)[:4])
             raise DirectiveError(
                 f"{where} has {experts} experts, but these parameters have no such dimension 0: {listed}. If every device is to hold them "
-                f"whole, name them: Shard(..., replicated={sorted(wrong)[:4]}); else leave them out of the region"
+                f"whole, name them: Shard(..., replicated={sorted(wrong)[:4]}); else leave them out of the region (code outside of all regions "
+                'joins a neighbouring one: put the model around the experts into a region, for instance piper.annotate("PP", 0))'
             )
         if experts % self.cut.count:
             raise DirectiveError(

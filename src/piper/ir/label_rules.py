@@ -92,13 +92,17 @@ class Operation:
         if position >= len(self.call.args):
             return default
         arg = self.call.args[position]
-        return arg if isinstance(arg, int) else default
+        if not isinstance(arg, int):
+            raise self.refuse(f"has {arg} where piper expects a number")
+        return arg
 
     def dims(self, position: int, rank: int) -> tuple[int, ...]:
         """A positional argument that lists dimensions (none: all), counted from 0."""
         arg = self.call.args[position] if position < len(self.call.args) else None
         items = arg.items if isinstance(arg, ir.Sequence) else () if arg is None else (arg,)
         numbers = [i for i in items if isinstance(i, int)]
+        if len(numbers) < len(items):
+            raise self.refuse(f"has {arg} where piper expects dimensions")
         return tuple(i % rank for i in numbers) if numbers else tuple(range(rank))
 
     def result(self, number: int = 0) -> TensorSpec:
@@ -468,6 +472,13 @@ def _reduced(op: Operation, source: Label) -> tuple[tuple[int, ...], tuple[DimLa
     return chosen, kept
 
 
+def _flip(op: Operation) -> Result:
+    source = op.label(0)
+    if any(_has_axes(source.dims[i]) for i in op.dims(1, len(source.dims))):
+        raise op.refuse("works along experts or tokens: the region mixes them")
+    return op.done(source)
+
+
 def _along(position: int) -> Rule:
     """An operation along one dimension, given by the argument at *position*, which is of features."""
 
@@ -527,8 +538,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_names("constant_pad_nd"), _pad),
     **dict.fromkeys(_names("sum"), _sum),
     **dict.fromkeys(_names("mean", "amax", "amin", "prod", "any", "all", "logsumexp"), _reduce),
-    **dict.fromkeys(_names("_softmax", "_log_softmax", "cumsum", "flip"), _along(1)),
+    **dict.fromkeys(_names("_softmax", "_log_softmax", "cumsum"), _along(1)),
     **dict.fromkeys(_names("_softmax_backward_data", "_log_softmax_backward_data"), _along(2)),
+    "aten.flip": _flip,
     "piper.grouped_mm": _grouped_mm,
     "piper.grouped_outer": _grouped_outer,
 }

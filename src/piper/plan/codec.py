@@ -80,7 +80,7 @@ class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replications: tuple[Replication, ...]
     shards: dict[str, tuple[tuple[DeviceId, ...], ...]]
     shardings: tuple[Sharding, ...]
-    experts: dict[str, tuple[tuple[DeviceId, ...], ...]]
+    expert_groups: dict[str, tuple[tuple[DeviceId, ...], ...]]
     directives: tuple[str, ...]
     clip: Clip | None
     gradient_use: GradientUse

@@ -59,7 +59,7 @@ class _Origins:
                 self.digits[value] = (name, len(members), devices)
                 members.extend((value, device) for device in devices)
             self._members[name] = members
-            groups = dag.experts.get(name, ())
+            groups = dag.expert_groups.get(name, ())
             self._part.update({(name, d): i for group in groups for i, d in enumerate(group)})
             digits = {WHOLE: bytearray(len(members))}
             for digit, (_, device) in enumerate(members):

@@ -146,7 +146,7 @@ class Builder:
             nodes=self.nodes,
             values=self.values,
             shards=dict(self.shards),
-            experts=dict(self.experts),
+            expert_groups=dict(self.experts),
         )
 
 
