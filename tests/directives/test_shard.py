@@ -70,12 +70,11 @@ def test_dropless(routing: str):
     }
 
 
-@pytest.mark.parametrize("delay_seed", [0, 1])
-def test_messages_may_take_any_time(delay_seed: int):
+def test_messages_may_take_any_time():
     strategy = [*PAIR, piper.Shard({"EP": 0}), piper.Split({}, num_microbatches=2)]
     batch = dropless_batch(16, ROUTINGS["random"](16))
     assert_equal(
-        staged(Dropless()), mse, strategy, batch, delay=0.002, delay_seed=delay_seed, poison=True
+        staged(Dropless()), mse, strategy, batch, delay=0.002, poison=True
     )
 
 
@@ -193,7 +192,7 @@ def test_a_group_of_its_own():
     assert {d for c in plan.dag.comms() if "rows" in c.label for d in c.participants} == {2, 3}
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 2])
 def test_gradients_are_reduced_over_replicas_of_the_same_experts(zero: int):
     replicate = piper.Replicate(
         {}, shard_optimizer=zero == 1, shard_grads=zero == 2, shard_params=zero == 3
@@ -249,6 +248,10 @@ REFUSED = {
     "mean over tokens": (lambda _, x: x - x.mean(1, keepdim=True), r"mean.*over experts or tokens"),
     "a neighbour's tokens": (lambda _, x: x + x.flip(1), r"flip.*along experts"),
     "some experts": (lambda _, x: torch.cat([x[:2] * 2, x[2:]]), r"some experts or tokens"),
+    "constants by expert": (
+        lambda _, x: x * torch.tensor([1.0, 2, 3, 4], dtype=x.dtype)[:, None, None],
+        r"aten.mul.*literal size",
+    ),
     "literal size": (lambda _, x: x.reshape(2, 2, -1, WIDTH).relu().reshape(x.shape), "literal"),
     "no rule": (lambda _, x: x.cumprod(-1), r"aten.cumprod.*no rule"),
     "dropout": (lambda _, x: functional.dropout(x, 0.5), "random numbers"),

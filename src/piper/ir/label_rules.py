@@ -69,23 +69,35 @@ class Operation:
         self.call, self.region = call, region
         self._labels, self._specs = labels, specs
         self.name = call.target.rpartition(".")[0]
-        self.inputs = [self._labels[i][0] for i in call_refs(call)]
+        arguments = (*call.args, *(arg for _, arg in call.kwargs))
+        self.inputs = [label for arg in arguments for label in self._labels_in(arg)]
+
+    def _labels_in(self, arg: Arg) -> tuple[Label, ...]:
+        """The labels of the tensors in an argument."""
+        match arg:
+            case Ref(index=index):
+                return (self._labels[index][0],)
+            case ir.Literal(spec=spec):
+                return (self.region.sizes.plain_label(spec),)
+            case ir.Sequence(items=items):
+                return tuple(label for item in items for label in self._labels_in(item))
+            case _:
+                return ()
 
     def label(self, position: int) -> Label:
         """The label of a positional argument."""
-        return self._labels[self._ref(position)][0]
+        found = self._labels_in(self.call.args[position])
+        if len(found) != 1:
+            raise self.refuse(f"has {self.call.args[position]} where piper expects a tensor")
+        return found[0]
 
     def spec(self, position: int) -> TensorSpec:
         """The spec of a positional argument."""
-        found = self._specs[self._ref(position)][0]
-        assert found is not None
-        return found
-
-    def _ref(self, position: int) -> int:
         arg = self.call.args[position]
-        if not isinstance(arg, Ref):
-            raise self.refuse("takes an argument that is no tensor of the region")
-        return arg.index
+        found = self._specs[arg.index][0] if isinstance(arg, Ref) else None
+        if found is None:
+            raise self.refuse(f"has {arg} where piper expects a tensor of the region")
+        return found
 
     def number(self, position: int, default: int = 0) -> int:
         """A positional argument that is a number."""
