@@ -1,15 +1,22 @@
 """Shard: small expert regions against plain PyTorch, forced routings, what is refused and how."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
-from tests.cases.equal import assert_equal, mse, randint, randn
+from tests.cases.equal import TOLERANCE, mse, randint, randn, rolled, sgd
+from tests.equality import eager, planned
 from torch import nn
 from torch.nn import functional
 
 import piper
+from piper.capture import Captured, capture_with_constants
 from piper.errors import CommunicationError, DirectiveError, PlacementError, RunError
 from piper.ir.dag import Comm, Role
 from piper.models.routing import sort_by_expert
+from piper.plan.model import Plan
 
 EXPERTS, WIDTH, HIDDEN = 4, 3, 5
 
@@ -18,6 +25,31 @@ def staged(model: nn.Module) -> nn.Module:
     """*model* in a region, which its experts' region is in."""
     piper.annotate_module(model, "PP", 0)
     return model
+
+
+STEPS = 2
+
+
+@cache
+def prepared(make: Callable[..., nn.Module], *arguments: object) -> tuple[nn.Module, Captured]:
+    """The model that *make* makes, in float64, and its capture; the rows of a batch do not matter to it."""
+    model = staged(make(*arguments)).double()
+    batch = dropless_batch if make is Dropless else capacity_batch
+    return model, capture_with_constants(model, mse, batch(8))
+
+
+def assert_equal(make, strategy, batch: eager.Batch, *arguments: object, **backend: object) -> Plan:
+    """Train on *batch* (rolled by one row each time) under *strategy* and in plain PyTorch; raise unless all is equal."""
+    model, captured = prepared(make, *arguments)
+    batches = [rolled(batch, step) for step in range(STEPS)]
+    dag = replace(captured.dag, batch_size=eager.count_rows(batch))
+    plan = piper.plan(piper.apply(dag, strategy))
+    piper.verify(plan)
+    found = planned.train(plan, captured.constants, model, batches, sgd, **backend)
+    count = plan.num_replicas * plan.num_microbatches
+    worst = planned.compare(found, eager.train(model, mse, batches, count, sgd))
+    assert worst.worst <= TOLERANCE, worst
+    return plan
 
 
 PAIR = [piper.Place({}, devices=[0, 1]), piper.Replicate({})]
@@ -42,7 +74,8 @@ class Dropless(nn.Module):
         return self.scale(routed.unsort(rows)) + x
 
 
-def dropless_batch(rows: int, chosen: torch.Tensor) -> tuple[object, torch.Tensor]:
+def dropless_batch(rows: int, chosen: torch.Tensor | None = None) -> tuple[object, torch.Tensor]:
+    chosen = torch.zeros(rows, dtype=torch.int64) if chosen is None else chosen
     return (randn(rows, WIDTH, seed=1), chosen), randn(rows, WIDTH, seed=2)
 
 
@@ -61,7 +94,7 @@ def test_dropless(routing: str):
     strategy = [*PAIR, piper.Shard({"EP": 0}), piper.Split({}, num_microbatches=2)]
     rows = 16
     plan = assert_equal(
-        staged(Dropless()), mse, strategy, dropless_batch(rows, ROUTINGS[routing](rows)), poison=True
+        Dropless, strategy, dropless_batch(rows, ROUTINGS[routing](rows)), poison=True
     )
     assert {info.experts for mine in plan.devices for info in mine.slots} == {
         None,
@@ -73,15 +106,13 @@ def test_dropless(routing: str):
 def test_messages_may_take_any_time():
     strategy = [*PAIR, piper.Shard({"EP": 0}), piper.Split({}, num_microbatches=2)]
     batch = dropless_batch(16, ROUTINGS["random"](16))
-    assert_equal(
-        staged(Dropless()), mse, strategy, batch, delay=0.002, poison=True
-    )
+    assert_equal(Dropless, strategy, batch, delay=0.002, poison=True)
 
 
 def test_room_for_tokens_is_what_was_asked_for():
     shard = piper.Shard({"EP": 0}, capacity_factor=1.5)
     strategy = [*PAIR, shard, piper.Split({}, num_microbatches=2)]
-    plan = assert_equal(staged(Dropless()), mse, strategy, dropless_batch(16, ROUTINGS["uniform"](16)))
+    plan = assert_equal(Dropless, strategy, dropless_batch(16, ROUTINGS["uniform"](16)))
     shapes = {
         plan.devices[0].slots[slot].message.shape
         for i in plan.devices[0].instructions
@@ -96,7 +127,7 @@ def test_too_many_tokens_name_the_region_and_by_how_many():
     strategy = [*PAIR, shard, piper.Split({}, num_microbatches=2)]
     batch = dropless_batch(16, ROUTINGS["all to one expert"](16))
     with pytest.raises(RunError, match=r"EP=0.*received 8 tokens.*3 more than the 5") as caught:
-        assert_equal(staged(Dropless()), mse, strategy, batch)
+        assert_equal(Dropless, strategy, batch)
     assert not isinstance(caught.value, CommunicationError)
 
 
@@ -154,7 +185,7 @@ def capacity_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_capacity(form: str):
     shard = piper.Shard({"EP": 0}, replicated=["*gain"])
     strategy = [*PAIR, shard, piper.Split({}, num_microbatches=2)]
-    plan = assert_equal(staged(Capacity(form)), mse, strategy, capacity_batch(8), poison=True)
+    plan = assert_equal(Capacity, strategy, capacity_batch(8), form, poison=True)
     held = {i.name: i.message.shape for i in plan.devices[1].slots if i.role is Role.PARAMETER}
     assert held["experts.up"] == (EXPERTS // 2, WIDTH, 2 * HIDDEN)
     assert held["experts.gain"] == (WIDTH,)
@@ -176,7 +207,7 @@ def test_the_place_in_the_program_does_not_matter(strategy):
         strategy = [*strategy, piper.Shard({"EP": 0, "PASS": "F"}, replicated=["*gain"])]
     else:
         strategy = [*strategy[:1], piper.Place({"EP": None}, devices=[0, 1]), *strategy[1:]]
-    assert_equal(staged(Capacity()), mse, strategy, capacity_batch(8))
+    assert_equal(Capacity, strategy, capacity_batch(8))
 
 
 def test_a_group_of_its_own():
@@ -188,7 +219,7 @@ def test_a_group_of_its_own():
         piper.Shard({"EP": 0}),
         piper.Split({}, num_microbatches=2),
     ]
-    plan = assert_equal(staged(Dropless()), mse, strategy, dropless_batch(16, ROUTINGS["random"](16)))
+    plan = assert_equal(Dropless, strategy, dropless_batch(16, ROUTINGS["random"](16)))
     assert {d for c in plan.dag.comms() if "rows" in c.label for d in c.participants} == {2, 3}
 
 
@@ -203,7 +234,7 @@ def test_gradients_are_reduced_over_replicas_of_the_same_experts(zero: int):
         piper.Shard({"EP": 0}, devices=[[0, 1], [2, 3]], replicated=["*gain"]),
         piper.Split({}, num_microbatches=2),
     ]
-    plan = assert_equal(staged(Capacity()), mse, strategy, capacity_batch(16))
+    plan = assert_equal(Capacity, strategy, capacity_batch(16))
     groups = {
         comm.groups
         for comm in plan.dag.comms()
@@ -271,7 +302,9 @@ def test_a_region_that_mixes_is_refused_by_the_operation(what: str):
 
 def test_experts_that_the_devices_do_not_divide():
     dag = piper.capture(
-        staged(Region(lambda _, x: x, experts=3)).double(), mse, (randn(4, 3, WIDTH), randn(4, 3, WIDTH))
+        staged(Region(lambda _, x: x, experts=3)).double(),
+        mse,
+        (randn(4, 3, WIDTH), randn(4, 3, WIDTH)),
     )
     with pytest.raises(DirectiveError, match=r"3 experts, which 2 devices cannot share"):
         piper.apply(dag, [*PAIR, piper.Shard({"EP": 0})])
@@ -319,5 +352,5 @@ class Plain(nn.Module):
 
 def test_one_device_shares_nothing():
     strategy = [*PAIR, piper.Shard({"EP": 0}, devices=[[0], [1]])]
-    plan = assert_equal(staged(Capacity()), mse, strategy, capacity_batch(8))
+    plan = assert_equal(Capacity, strategy, capacity_batch(8))
     assert not plan.dag.expert_groups

@@ -53,7 +53,9 @@ class Case:
 
     def __str__(self) -> str:
         end = "-recompute" * self.recompute
-        return f"{self.schedule}-ep{self.ep}-dp{self.dp}-pp{self.pp}-zero{self.zero}-{self.form}{end}"
+        return (
+            f"{self.schedule}-ep{self.ep}-dp{self.dp}-pp{self.pp}-zero{self.zero}-{self.form}{end}"
+        )
 
     @property
     def size(self) -> int:

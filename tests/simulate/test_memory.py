@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from tests.equality.expert_matrix import Stack
 from torch import nn
 
 import piper
@@ -24,6 +25,7 @@ from piper.models import (
     TransformerConfig,
     UNet,
     UNetConfig,
+    moe_loss,
     transformer_loss,
     unet_loss,
 )
@@ -325,3 +327,35 @@ def test_replicas_use_the_same():
     assert any(isinstance(d, Replicate) for d in pipeline("1f1b", [[0, 1]], 4))
     planned = [replace(memory, device=0) for memory in account(plan, adam_bytes)]
     assert planned[0] == planned[1] != planned[2] == planned[3]
+
+
+@cache
+def experts(form):
+    """A model with a mixture of experts, planned on two pairs that share its experts."""
+    model = Stack(1, form)
+    ids = lambda rows: torch.arange(rows * 3).view(rows, 3) % 7  # noqa: E731
+    data = (ids(16), ids(16).flip(0))
+    found = capture_with_constants(model, moe_loss, data)
+    strategy = [
+        piper.Place({}, devices=[0, 1, 2, 3]),
+        piper.Replicate({}, shard_grads=True),
+        piper.Shard({"EP": 0}, devices=[[0, 1], [2, 3]]),
+        piper.Split({}, num_microbatches=2),
+    ]
+    plan = piper.plan(piper.apply(found.dag, strategy))
+    piper.verify(plan)
+    return plan, measure(plan, data, model_tensors(model), ADAM)
+
+
+def test_a_step_with_shared_experts_uses_what_the_plan_says():
+    plan, measured = experts("capacity")
+    require_equal(plan, account(plan, adam_bytes), measured)
+
+
+def test_the_plan_bounds_what_a_step_with_uneven_messages_uses():
+    """What is exchanged depends on the data; all else does not."""
+    plan, measured = experts("dropless")
+    for foretold, found in zip(account(plan, adam_bytes), measured, strict=True):
+        assert all(a >= b for a, b in zip(foretold.curve, found.curve, strict=True))
+        for category in set(Category) - {Category.COMMUNICATION}:
+            assert foretold.highest[category] == found.highest[category]

@@ -162,8 +162,7 @@ CAPTURED: dict[str, Callable[[], tuple[Training, Strategy]]] = {
         interleaved(2, 2, 4),
     ),
     "transformer, two ways": lambda: (_transformer(tied=False, stages=2), both_ways(2, 4)),
-    "experts, capacity": lambda: (_experts("capacity"), _shared([0, 1], microbatches=2)),
-    "experts, dropless, zero 2": lambda: (
+    "experts, zero 2": lambda: (
         _experts("dropless"),
         _shared([0, 1], [2, 3], microbatches=1, shard_grads=True),
     ),

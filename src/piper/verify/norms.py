@@ -112,7 +112,9 @@ class Norms:
         for name, values in dag.contributions.items():
             if not values:
                 continue
-            parts = range(len(dag.expert_groups[name][0])) if name in dag.expert_groups else (WHOLE,)
+            parts = (
+                range(len(dag.expert_groups[name][0])) if name in dag.expert_groups else (WHOLE,)
+            )
             slices = range(len(dag.shards[name][0])) if name in dag.shards else (WHOLE,)
             yield from ((name, part, k) for part in parts for k in slices)
 
