@@ -248,6 +248,52 @@ def names(plan, comm: Comm) -> set[str]:
     return {plan.dag.values[v].name for v in comm.inputs}
 
 
+# --- what a region may do -------------------------------------------------------------------------
+
+
+def elementwise(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    a = functional.silu(x) + functional.gelu(x) * torch.sigmoid(-x) - x.tanh().abs()
+    b = torch.where(a > 0.1, a.clamp(max=2.0), torch.zeros_like(a)) + functional.softplus(x)
+    c = (b.square() + 1).sqrt().reciprocal() + (x.exp() + 1).log() * 0.5 - functional.elu(x)
+    return c + functional.leaky_relu(x) + functional.hardtanh(x) / (b.square() + 2)
+
+
+def shapes(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    a, *rest = x.unbind(-1)
+    b = torch.stack([a, *rest[::-1]], -1).flip(-1)
+    c = torch.cat([b, x[..., :1]], -1).unsqueeze(0).squeeze(0)
+    c = functional.pad(c, (1, 0)).narrow(-1, 1, WIDTH)
+    d = c.permute(1, 2, 0).transpose(0, 1).reshape(WIDTH, -1).t().reshape(-1, x.shape[0], WIDTH)
+    return d.transpose(0, 1) * torch.ones(x.shape[0], 1, WIDTH, dtype=x.dtype) + x[..., 1:2]
+
+
+def reductions(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    a = x.softmax(-1) * x.log_softmax(-1).detach() + x.mean(-1, keepdim=True)
+    b = x.logsumexp(-1)[..., None] + x.amax(-1, keepdim=True) - x.cumsum(-1)
+    return a * b + x.sum(-1, keepdim=True).expand(-1, -1, WIDTH)
+
+
+def products(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = torch.einsum("ecd,edf->ecf", x, model.weights.softmax(-1))
+    norms = model.weights.square().sum((1, 2), keepdim=True).sqrt()
+    return torch.baddbmm(y, x, model.weights.transpose(1, 2)) / norms + y * model.weights[:, :1]
+
+
+@pytest.mark.parametrize("body", [elementwise, shapes, reductions, products])
+def test_what_works_on_each_experts_tokens_is_sharded(body):
+    strategy = [*PAIR, piper.Shard({"EP": 0}), piper.Split({}, num_microbatches=2)]
+    plan = assert_equal(Region, strategy, capacity_batch(12), body)
+    assert plan.dag.expert_groups == {"weights": ((0, 1),)}
+
+
+def test_a_strategy_file_holds_it(tmp_path):
+    shard = piper.Shard(
+        {"EP": "*"}, [[0, 1], [2, 3]], stream="x", capacity_factor=1.5, replicated=["*.gain"]
+    )
+    piper.dump_strategy([shard, piper.Shard({"EP": 0})], tmp_path / "s.json")
+    assert piper.load_strategy(tmp_path / "s.json") == [shard, piper.Shard({"EP": 0})]
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

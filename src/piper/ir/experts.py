@@ -88,6 +88,7 @@ class _Sharder:
     values: dict[ValueId, Value] = field(default_factory=dict)
     bodies: dict[BodyId, Body] = field(default_factory=dict)
     labels: dict[ValueId, Label] = field(default_factory=dict)
+    parameters: dict[str, Label] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         core = core_chunks(self.dag)
@@ -101,7 +102,10 @@ class _Sharder:
             for value in dict.fromkeys(chunk.inputs):
                 self.readers.setdefault(value, []).append(chunk)
         self.chosen = chosen
-        self.known: dict[tuple[object, ...], tuple[Body, tuple[Label, ...]]] = {}
+        dag = self.dag
+        self.results = {*dag.losses, *dag.weights, *dag.buffer_updates.values()}
+        # Regions that are alike but for their values share what was found, errors too.
+        self.known: dict[tuple[object, ...], tuple[Body, tuple[Label, ...]] | DirectiveError] = {}
 
     def run(self) -> Sharded:
         by_tags: dict[Tags, list[Chunk]] = {}
@@ -145,6 +149,7 @@ class _Sharder:
         for name, value in used.items():
             if name not in cut:
                 self.labels[value.id] = self.sizes.plain_label(value.spec)
+            self.parameters[name] = self.labels[value.id]
         called = (call.target for c in chunks for call in self._body(c).calls)
         return _State(tags, experts, any(target in GROUPED for target in called))
 
@@ -274,9 +279,14 @@ class _Sharder:
         body = self._body(chunk)
         key = (chunk.work, inputs, state.experts, state.dropless, tokens)
         if key not in self.known:
-            region = self._region(state, tokens)
-            self.known[key] = follow_body(body, inputs, region)
-        return self.known[key]
+            try:
+                self.known[key] = follow_body(body, inputs, self._region(state, tokens))
+            except DirectiveError as error:
+                self.known[key] = error
+        found = self.known[key]
+        if isinstance(found, DirectiveError):
+            raise found
+        return found
 
     def _region(self, state: _State, tokens: Dim | None) -> Region:
         number: Size = (0,) * len(self.sizes.one) if tokens is None else self.sizes.of(tokens)
@@ -304,11 +314,11 @@ class _Sharder:
                 self._check_leaving(info, state, label)
 
     def _check_contribution(self, info: Value, label: Label) -> None:
-        parameter = next(
-            self.labels[v.id]
-            for v in self.dag.values.values()
-            if v.role is Role.PARAMETER and v.name == info.name and v.id in self.labels
-        )
+        parameter = self.parameters.get(info.name)
+        if parameter is None:
+            raise DirectiveError(
+                f"it makes a gradient of parameter {info.name!r}, which it does not read; use the parameter inside the region only"
+            )
         whole = not parameter.axes
         if label.dims != parameter.dims or (Axis.EXPERTS in label.summed and not whole):
             raise DirectiveError(
@@ -316,10 +326,9 @@ class _Sharder:
             )
 
     def _leaves(self, value: ValueId) -> bool:
-        dag = self.dag
-        if value in (*dag.losses, *dag.weights, *dag.buffer_updates.values()):
-            return True
-        return any(c.id not in self.chosen for c in self.readers.get(value, ()))
+        return value in self.results or any(
+            c.id not in self.chosen for c in self.readers.get(value, ())
+        )
 
     def _check_leaving(self, info: Value, state: _State, label: Label) -> None:
         named = [n for n, v in self.dag.buffer_updates.items() if v == info.id]

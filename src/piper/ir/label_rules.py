@@ -239,7 +239,9 @@ def _linear(op: Operation) -> frozenset[Axis]:
         return axes
     if kind in _KEEPING and not others:
         return axes
-    scaled = kind == "mul" or (kind == "div" and op.inputs[0].summed)
+    # Gradients are linear in what they are the gradient of: the first argument.
+    in_first = kind == "div" or kind.endswith(("_backward", "_backward_data"))
+    scaled = kind == "mul" or (in_first and op.inputs[0].summed)
     if scaled and len(summed) == 1 and not any(axes.intersection(label.axes) for label in others):
         return axes
     op.unsummed(summed[0])
@@ -247,7 +249,7 @@ def _linear(op: Operation) -> frozenset[Axis]:
 
 
 _SUMS = ("add", "sub")
-_KEEPING = ("neg", "clone", "alias", "detach", "_to_copy", "convert_element_type")
+_KEEPING = ("neg", "clone", "alias", "detach", "_to_copy", "convert_element_type", "cumsum")
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -495,9 +497,7 @@ def _along(position: int) -> Rule:
     """An operation along one dimension, given by the argument at *position*, which is of features."""
 
     def rule(op: Operation) -> Result:
-        label = op.unsummed(Label(_broadcast(op, op.inputs, len(op.result().shape))))
-        for each in op.inputs:
-            op.unsummed(each)
+        label = Label(_broadcast(op, op.inputs, len(op.result().shape)), _linear(op))
         dim = op.number(position, -1) % max(len(label.dims), 1)
         if _has_axes(label.dims[dim]):
             raise op.refuse("works along experts or tokens: the region mixes them")
