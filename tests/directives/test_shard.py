@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from msgspec import structs
 from tests.cases.equal import TOLERANCE, mse, randint, randn, rolled, sgd
 from tests.equality import eager, planned
 from torch import nn
@@ -14,7 +15,9 @@ from torch.nn import functional
 import piper
 from piper.capture import Captured, capture_with_constants
 from piper.errors import CommunicationError, DirectiveError, PlacementError, RunError
+from piper.ir.check import check_dag
 from piper.ir.dag import Comm, Role
+from piper.ir.edit import replace_nodes
 from piper.models.routing import sort_by_expert
 from piper.plan.model import Plan
 
@@ -286,14 +289,6 @@ def test_what_works_on_each_experts_tokens_is_sharded(body):
     assert plan.dag.expert_groups == {"weights": ((0, 1),)}
 
 
-def test_a_strategy_file_holds_it(tmp_path):
-    shard = piper.Shard(
-        {"EP": "*"}, [[0, 1], [2, 3]], stream="x", capacity_factor=1.5, replicated=["*.gain"]
-    )
-    piper.dump_strategy([shard, piper.Shard({"EP": 0})], tmp_path / "s.json")
-    assert piper.load_strategy(tmp_path / "s.json") == [shard, piper.Shard({"EP": 0})]
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -394,6 +389,18 @@ class Plain(nn.Module):
         with piper.annotate("EP", 0):
             x = x.tanh()
         return self.layer(x)
+
+
+def test_no_value_crosses_the_border_without_an_all_to_all():
+    dag = piper.apply(identity(), [*PAIR, piper.Shard({"EP": 0})])
+    check_dag(dag)
+    exchanged = next(c for c in dag.comms() if c.work.kind == "all_to_all" and not c.work.back)
+    reader = next(c for c in dag.chunks() if exchanged.outputs[0] in c.inputs)
+    origin = {exchanged.outputs[0]: exchanged.inputs[0]}
+    inputs = tuple(origin.get(v, v) for v in reader.inputs)
+    changed = replace_nodes(dag, {reader.id: structs.replace(reader, inputs=inputs)}).dag
+    with pytest.raises(DirectiveError, match=r"crosses from 'F PP=0' to 'F PP=0 EP=0'.*all-to-all"):
+        check_dag(changed)
 
 
 def test_one_device_shares_nothing():
