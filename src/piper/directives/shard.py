@@ -15,14 +15,17 @@ from piper.ir.edit import Edit, add_sharding, replace_nodes
 from piper.ir.experts import Cut, expert_groups, shard_regions
 from piper.ir.select import FilterValue, Selector
 
+EXPERT_STREAM = Stream("all_to_all")
+"""The stream of the all-to-all unless a directive names another."""
+
 
 @directive
 class Shard(Directive, frozen=True):
     """Expert parallelism: each device of a group holds an equal part of the matched regions' experts, and works on the tokens that all
     devices of the group have for these.
 
-    A region's parameters are cut along dimension 0, the experts. What enters and leaves it is exchanged by an all-to-all on ``stream``,
-    in the backward too. Two forms, told apart by how the region is written:
+    A region's parameters are cut along dimension 0, the experts. What enters and leaves it is exchanged by an all-to-all on
+    ``stream`` (one of its own by default), in the backward too. Two forms, told apart by how the region is written:
 
     * *capacity*: ``x[E, C, d] → [E, C, d']``, equally many tokens for each expert;
     * *dropless*: rows ``[N, d]`` sorted by expert and counts ``[E]`` (int64) ``→ [N, d']``, with the products of
@@ -50,7 +53,7 @@ class Shard(Directive, frozen=True):
 
     filter: dict[str, FilterValue]
     devices: list[int | list[int]] | Literal["placed"] = "placed"
-    stream: str = "all_to_all"
+    stream: str | None = None
     capacity_factor: float | None = None
     replicated: list[str] = field(default_factory=list)
 
@@ -78,7 +81,7 @@ class Shard(Directive, frozen=True):
         sharded = shard_regions(placed, claimed, cut)
         return add_sharding(
             placed,
-            Sharding(number, Stream(self.stream), lists),
+            Sharding(number, Stream(self.stream) if self.stream else EXPERT_STREAM, lists),
             sharded.chunks,
             sharded.values,
             sharded.bodies,
