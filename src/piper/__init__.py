@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from piper.directives.place import Place
     from piper.directives.recompute import Recompute
     from piper.directives.replicate import Replicate
+    from piper.directives.shard import Shard
     from piper.directives.split import Split
     from piper.directives.strategy import apply, dump_strategy, load_strategy
     from piper.errors import PiperError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from piper.plan.topology import Link, Topology
     from piper.planner import plan
     from piper.runtime.checkpoint import Checkpoint
+    from piper.runtime.grouped import grouped_mm
     from piper.schedules import placements
     from piper.simulate import simulate
     from piper.simulate.timeline import Timeline, load_timeline
@@ -54,6 +56,7 @@ __all__ = [
     "Profile",
     "Recompute",
     "Replicate",
+    "Shard",
     "Split",
     "Timeline",
     "Topology",
@@ -69,6 +72,7 @@ __all__ = [
     "dump_strategy",
     "errors",
     "explain",
+    "grouped_mm",
     "hardware",
     "load_plan",
     "load_profile",
@@ -98,6 +102,7 @@ _HOMES = {
     "Profile": "piper.plan.profile",
     "Recompute": "piper.directives.recompute",
     "Replicate": "piper.directives.replicate",
+    "Shard": "piper.directives.shard",
     "Split": "piper.directives.split",
     "Timeline": "piper.simulate.timeline",
     "Topology": "piper.plan.topology",
@@ -112,6 +117,7 @@ _HOMES = {
     "compile": "piper.api.compile",
     "dump_strategy": "piper.directives.strategy",
     "explain": "piper.api.explain",
+    "grouped_mm": "piper.runtime.grouped",
     "hardware": "piper.plan.costs",
     "load_plan": "piper.plan.codec",
     "load_profile": "piper.plan.profile",

@@ -11,6 +11,7 @@ from piper.directives.order import Order
 from piper.directives.place import Place
 from piper.directives.recompute import Recompute
 from piper.directives.replicate import Replicate
+from piper.directives.shard import Shard
 from piper.directives.split import Split
 from piper.directives.strategy import apply, dump_strategy, load_strategy
 from piper.errors import FilterError, PlacementError, StrategyFileError
@@ -23,6 +24,8 @@ STRATEGY = [
     Replicate({"PP": 0}, [0, 1], bucket_size=2.5, reduce_stream="r", replicated_buffers="mean"),
     Split({}, num_microbatches=8),
     Split({"PP": "*"}, "SUB", 2),
+    Shard({"EP": "*"}),
+    Shard({"EP": 0}, [[0, 1], [2, 3]], stream="x", capacity_factor=1.5, replicated=["*.gain"]),
     Recompute({"PP": 0}),
     Recompute({"PP": [1, 2]}, save=["mm", "matmul"]),
     Offload({"PP": 0}),

@@ -113,9 +113,11 @@ def _assert_all_there(mine: Planned, theirs: Step) -> None:
     whole = {name for held in mine.state for name in held}
     for name in set(theirs.state) - whole:
         parts = {shards[name].part for shards in mine.shards if name in shards}
-        counts = {part.count for part in parts}
+        counts = {(part.experts[1], part.count) for part in parts}
         assert len(counts) == 1, f"{name} is held nowhere, or cut in different ways: {counts}"
-        assert {part.index for part in parts} == set(range(counts.pop())), f"slices of {name}"
+        experts, slices = counts.pop()
+        wanted = {(e, i) for e in range(experts) for i in range(slices)}
+        assert {(part.experts[0], part.index) for part in parts} == wanted, f"slices of {name}"
 
 
 def _tensors(found: Mapping[str, Tensor | Shard], expected: Mapping[str, Tensor]) -> float:

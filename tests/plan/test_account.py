@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 import torch
+from tests.equality.expert_matrix import Stack
 from tests.plan.odd import Step, random_step
 from torch import nn
 
@@ -28,6 +29,7 @@ from piper.models import (
     TransformerConfig,
     UNet,
     UNetConfig,
+    moe_loss,
     transformer_loss,
     unet_loss,
 )
@@ -455,3 +457,35 @@ def test_host_memory_is_no_part_of_the_peak():
     on_device = sum(n for c, n in memory.by_category.items() if c is not Category.HOST)
     assert memory.by_category[Category.HOST] > 0
     assert memory.peak == on_device == max(memory.curve)
+
+
+@cache
+def experts(form):
+    """A model with a mixture of experts, planned on two pairs that share its experts."""
+    model = Stack(1, form)
+    ids = lambda rows: torch.arange(rows * 3).view(rows, 3) % 7  # noqa: E731
+    data = (ids(16), ids(16).flip(0))
+    found = capture_with_constants(model, moe_loss, data)
+    strategy = [
+        piper.Place({}, devices=[0, 1, 2, 3]),
+        piper.Replicate({}, shard_grads=True),
+        piper.Shard({"EP": 0}, devices=[[0, 1], [2, 3]]),
+        piper.Split({}, num_microbatches=2),
+    ]
+    plan = piper.plan(piper.apply(found.dag, strategy))
+    piper.verify(plan)
+    return plan, measure(plan, data, model_tensors(model), ADAM)
+
+
+def test_a_step_with_shared_experts_uses_what_the_plan_says():
+    plan, measured = experts("capacity")
+    require_equal(plan, account(plan, adam_bytes), measured)
+
+
+def test_the_plan_bounds_what_a_step_with_uneven_messages_uses():
+    """What is exchanged depends on the data; all else does not."""
+    plan, measured = experts("dropless")
+    for foretold, found in zip(account(plan, adam_bytes), measured, strict=True):
+        assert all(a >= b for a, b in zip(foretold.curve, found.curve, strict=True))
+        for category in set(Category) - {Category.COMMUNICATION}:
+            assert foretold.highest[category] == found.highest[category]

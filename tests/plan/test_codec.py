@@ -82,7 +82,14 @@ def objects(contents, path="$"):
         for i, item in enumerate(contents):
             yield from objects(item, f"{path}[{i}]")
     if isinstance(contents, dict):
-        free = {"bodies", "bindings", "contributions", "buffer_updates", "shards"}
+        free = {
+            "bodies",
+            "bindings",
+            "contributions",
+            "buffer_updates",
+            "shards",
+            "expert_groups",
+        }
         if path.rpartition(".")[2] not in free:
             yield path, contents
         for name, item in contents.items():

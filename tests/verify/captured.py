@@ -1,8 +1,10 @@
 """Captured models with strategies, for what hand-made DAGs do not have: real bodies, integers, saved activations."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
+from tests.equality.expert_matrix import VOCABULARY, Stack
 from tests.support.zero_bubble import zb_h1
 from tests.verify.execution import STEPS, Training, hand_made
 from tests.verify.plans import CASES, both_ways, hybrid, interleaved, pipeline
@@ -12,6 +14,9 @@ from torch.nn import functional
 from piper.capture import annotate, capture_with_constants
 from piper.directives.offload import Offload
 from piper.directives.order import Order
+from piper.directives.place import Place
+from piper.directives.replicate import Replicate
+from piper.directives.shard import Shard
 from piper.directives.split import Split
 from piper.directives.strategy import Strategy
 from piper.models import (
@@ -21,6 +26,7 @@ from piper.models import (
     TransformerConfig,
     UNet,
     UNetConfig,
+    moe_loss,
     multi_loss,
     transformer_loss,
     unet_loss,
@@ -112,6 +118,23 @@ def _multi() -> Training:
     return _training(Multi(MultiConfig()), multi_loss, batch)
 
 
+@cache
+def _experts(form: str) -> Training:
+    torch.manual_seed(0)
+    ids = lambda: torch.randint(0, VOCABULARY, (ROWS, 3))  # noqa: E731
+    return _training(Stack(1, form), moe_loss, lambda: (ids(), ids()))
+
+
+def _shared(*groups: list[int], microbatches: int, **replicate) -> Strategy:
+    """All on the devices of *groups*, each of which shares the experts."""
+    return [
+        Place({}, [d for group in groups for d in group]),
+        Replicate({}, bucket_size=1e-4, **replicate),
+        Shard({"EP": 0}, list(groups)),
+        Split({}, num_microbatches=microbatches),
+    ]
+
+
 CAPTURED: dict[str, Callable[[], tuple[Training, Strategy]]] = {
     "tied transformer, 1f1b": lambda: (_transformer(tied=True, stages=2), pipeline(2)),
     "tied transformer, 1f1b × dp": lambda: (
@@ -161,6 +184,10 @@ CAPTURED: dict[str, Callable[[], tuple[Training, Strategy]]] = {
     ),
     "transformer, two ways": lambda: (_transformer(tied=False, stages=2), both_ways(2, 4)),
     "weighted loss, offloaded": lambda: (_weighted(), [*pipeline(2), Offload({})]),
+    "experts, zero 2": lambda: (
+        _experts("dropless"),
+        _shared([0, 1], [2, 3], microbatches=1, shard_grads=True),
+    ),
     "u-net, 1f1b": lambda: (_unet(), pipeline(4)),
     "integers and masks, 1f1b": lambda: (_multi(), pipeline(3)),
     "batch norm, 1f1b": lambda: (_norms(), pipeline(2)),

@@ -21,10 +21,11 @@ from piper.errors import PiperError
 from piper.ids import BodyId, ValueId
 from piper.ir.check import topological_order
 from piper.ir.dag import STATE, BatchLeaf, Dag, LossKind, Role
+from piper.ops.all_to_all import ExchangeCounts, ExchangeExperts, ExchangeRows
 from piper.ops.base import Handle, Instruction, RandomKey, ReduceOp, shard_length
 from piper.ops.compute import Call
 from piper.ops.wait import Wait
-from piper.plan.model import Plan
+from piper.plan.model import Plan, SlotInfo
 from piper.runtime.batch import Batch, flatten, signature
 from piper.runtime.code import chunk_function
 from piper.runtime.state import OptimizerSpec, Slice
@@ -246,9 +247,11 @@ def in_process(plan: Plan, training: Training, *, timeout: float) -> Outcome:
             for worker in backend._workers:
                 state = worker._state
                 assert state is not None
-                for name, tensor in (*state.parameters.items(), *state.buffers.items()):
-                    outcome.state[worker._rank, name] = tensor.detach().clone()
                 copy = state.snapshot(plan.dag.parameters, optimizer=False)
+                parts = {name for name, shard in copy.shards.items() if shard.part.experts[1] > 1}
+                for name, tensor in (*state.parameters.items(), *state.buffers.items()):
+                    if name not in parts:
+                        outcome.state[worker._rank, name] = tensor.detach().clone()
                 for name, shard in copy.shards.items():
                     outcome.slices[worker._rank, name] = shard.part, shard.tensor
         except (PiperError, AssertionError, LookupError, ValueError, TypeError) as error:
@@ -272,6 +275,11 @@ def whole(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor
     return torch.cat(list(parts))[: math.prod(shape)].reshape(shape)
 
 
+def part_of(info: SlotInfo) -> Slice:
+    """What of a parameter a slot holds."""
+    return Slice(*(info.shard or (0, 1)), experts=info.experts or (0, 1))
+
+
 class _Device(TensorOperations):
     """One device of the adversary; also the runtime that instructions are bound to."""
 
@@ -291,6 +299,7 @@ class _Device(TensorOperations):
         for info in self.mine.slots:
             if info.role in (Role.PARAMETER, Role.BUFFER, Role.SHARD):
                 tensor = (adversary.training.weights | adversary.training.constants)[info.name]
+                tensor = part_of(info).part(tensor)
                 if info.shard is None:
                     self.tensors[info.name] = tensor.clone()
                 else:
@@ -319,8 +328,8 @@ class _Device(TensorOperations):
     def update(self, gradients, scale, norm=None, max_norm=None, *, only_finite=False) -> None:
         self.sgd.update(gradients, scale, norm, max_norm)
 
-    def write_buffer(self, name, value) -> None:
-        self.tensors[name].copy_(value)
+    def write_buffer(self, name, value, replicas=1) -> None:
+        self.tensors[name].copy_(value - (replicas - 1) * self.tensors[name])
 
     def batch_leaf(self, index, microbatch):
         plan, batch = self.adversary.plan, self.adversary.batch
@@ -383,14 +392,18 @@ class Adversary:
         ) as error:
             raise FailedError(f"{type(error).__name__}: {error}") from error
         for device in self.devices:
+            parts = {info.name for info in device.mine.slots if info.experts is not None}
             for name, tensor in device.tensors.items():
-                self.outcome.state[device.number, name] = tensor.clone()
+                if name not in parts:
+                    self.outcome.state[device.number, name] = tensor.clone()
             for info in device.mine.slots:
                 if info.shard is not None:
-                    part = Slice(*info.shard)
-                    size = part.of(self.training.weights[info.name]).numel()
+                    size = part_of(info).of(self.training.weights[info.name]).numel()
                     mine = device.shards[info.name][:size].clone()
-                    self.outcome.slices[device.number, info.name] = part, mine
+                    self.outcome.slices[device.number, info.name] = part_of(info), mine
+                elif info.experts is not None and info.name not in device.shards:
+                    mine = device.tensors[info.name].clone()
+                    self.outcome.slices[device.number, info.name] = part_of(info), mine
         return self.outcome
 
     def _step(self, step: int) -> None:
@@ -504,6 +517,10 @@ class Adversary:
             instruction, _ = device.program[position]
             meeting = instruction.rendezvous()
             assert meeting is not None
+            if isinstance(instruction, (ExchangeExperts, ExchangeCounts, ExchangeRows)):
+                self._exchange(device, instruction, [given[m] for m in meeting.members])
+                self._complete(device, position)
+                continue
             for i, slot in enumerate(instruction.writes()):
                 parts = [given[m][i] for m in meeting.members if len(given[m]) > i]
                 shape = meeting.messages[i].shape
@@ -519,6 +536,26 @@ class Adversary:
                     device.slots[slot] = self._combine(meeting.role, instruction, parts)
             self._complete(device, position)
 
+    def _exchange(self, device: _Device, instruction, given) -> None:
+        """Every member's part for *device*, put together: ``given`` is what each member reads."""
+        me, count = instruction.members.index(device.number), len(given)
+        shapes = [message.shape for message in instruction.messages]
+        if isinstance(instruction, ExchangeCounts):
+            matrix = torch.stack([counts.chunk(count)[me] for (counts,) in given])
+            results = [matrix, matrix.sum(0)]
+        elif isinstance(instruction, ExchangeExperts):
+            sizes = list(instruction.sizes)
+            cut, join = instruction.expert_dim, instruction.token_dim
+            if instruction.back:
+                sizes[cut] //= count
+                cut, join = join, cut
+            parts = [x.reshape(sizes).chunk(count, cut)[me] for (x,) in given]
+            results = [torch.cat(parts, join).reshape(shapes[0])]
+        else:
+            results = [_rows_between(given, me, shapes[0], back=instruction.back)]
+        for slot, result in zip(instruction.writes(), results, strict=True):
+            device.slots[slot] = result
+
     def _combine(self, role: str, instruction: Instruction, parts) -> torch.Tensor:
         if role != "all_reduce":
             return parts[0].clone()
@@ -532,6 +569,31 @@ class Adversary:
         device.queues[instruction.stream].popleft()
         if instruction.record is not None:
             device.happened.add(instruction.record)
+
+
+def _rows_between(given, me: int, shape: tuple[int, ...], *, back: bool) -> torch.Tensor:
+    """An all-to-all of rows, row by row. Each of *given*: rows, the member's counts by expert, counts by sender and expert."""
+    count = len(given)
+    experts = len(given[0][1]) // count
+    here: list[torch.Tensor] = []
+    if not back:
+        starts = [counts.cumsum(0) - counts for _, counts, _ in given]
+        for expert in range(me * experts, (me + 1) * experts):
+            for (rows, counts, _), start in zip(given, starts, strict=True):
+                here += list(rows[start[expert] : start[expert] + counts[expert]])
+        assert len(here) <= shape[0], "no room"
+    else:
+        for holder, (rows, _, matrix) in enumerate(given):
+            by_expert = matrix.t().reshape(-1)  # how many rows of each expert, then sender
+            start = by_expert.cumsum(0) - by_expert
+            for expert in range(experts):
+                k = expert * count + me
+                assert by_expert[k] == given[me][1][holder * experts + expert]
+                here += list(rows[start[k] : start[k] + by_expert[k]])
+    out = torch.zeros(shape, dtype=given[0][0].dtype)
+    for i, row in enumerate(here):
+        out[i] = row
+    return out
 
 
 def harm(plan: Plan, training: Training, expected: Outcome, *, schedules: int) -> str | None:

@@ -21,7 +21,7 @@ def pipeline(
     zero: int = 0,
     bucket_size: float | None = None,
     gather_stream: str | None = None,
-    replicated_buffers: Literal["first", "mean"] | None = None,
+    replicated_buffers: Literal["first", "mean", "sum"] | None = None,
     stage_tag: str = "PP",
     microbatch_tag: str = "MB",
 ) -> list[Directive]:

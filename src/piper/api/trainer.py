@@ -96,7 +96,8 @@ class Trainer:
         if optimizer is not None:
             dag = program.plan.dag
             sliced = {n for n, groups in dag.shards.items() if any(len(g) > 1 for g in groups)}
-            check_optimizer(optimizer, dag.parameters, sliced, program.plan.num_devices)
+            cut = {*sliced, *dag.expert_groups}
+            check_optimizer(optimizer, dag.parameters, cut, program.plan.num_devices)
         with self._closing_on_error():
             backend.start(program.plan.num_devices)
             self._load(program)

@@ -240,6 +240,10 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.rank, failure.device))
 
 
+_Form: TypeAlias = tuple[tuple[int, int] | None, tuple[int, int] | None]
+"""Which of how many parts of the experts, which of how many slices."""
+
+
 @dataclass(slots=True)
 class _Known:
     """A loaded plan, as the driver sees it."""
@@ -562,13 +566,18 @@ def _refuse_missing_copies(plan: Plan, holdings: _Holdings, constants: frozenset
                 f"the plan for this batch uses {missing[0]!r} on device {mine.device}, which holds no parameter or buffer of that name: the "
                 f"first plan does not use it there. Begin with a batch that uses it, or place its regions on one device"
             )
-        forms = {(i.name, i.shard) for i in first.slots if i.role in _PARAMETERS}
-        forms |= {(name, None) for name in held - {name for name, _ in forms}}
-        masters = {n for n, shard in forms if shard is None and n in holdings.plan.dag.parameters}
-        forms |= {(name, (0, 1)) for name in masters if holdings.plan.dag.has_master(name)}
+        forms = {(i.name, i.shard, i.experts) for i in first.slots if i.role in _PARAMETERS}
+        forms |= {(name, None, None) for name in held - {name for name, *_ in forms}}
+        dag = holdings.plan.dag
+        forms |= {
+            (name, (0, 1), experts)
+            for name, shard, experts in forms
+            if shard is None and name in dag.parameters and dag.has_master(name)
+        }
         for info in mine.slots:
-            if info.role in _PARAMETERS and (info.name, info.shard) not in forms:
-                form = "whole" if info.shard is None else "a slice of it"
+            if info.role in _PARAMETERS and (info.name, info.shard, info.experts) not in forms:
+                whole = info.shard is None and info.experts is None
+                form = "whole" if whole else "a slice of it"
                 raise StateError(
                     f"the plan for this batch uses parameter {info.name!r}, {form}, on device {mine.device}, which does not hold it in this form: "
                     f"the first plan does not train it, or shards it in another way. Begin with a batch that trains it"
@@ -628,8 +637,8 @@ def _holdings(plan: Plan, constants: frozenset[str]) -> _Holdings:
     model = (*plan.dag.parameters, *plan.dag.buffers)
     held[0] += [n for n in model if n not in used and n not in constants]
     # A buffer that the step writes is current where it is written. Every slice of a sharded parameter is owned once.
-    sliced = [{i.name: i.shard for i in mine.slots if i.shard is not None} for mine in devices]
-    owner: dict[tuple[str, tuple[int, int] | None], int] = {}
+    sliced = [_slices(mine) for mine in devices]
+    owner: dict[tuple[str, _Form | None], int] = {}
     for rank, mine in enumerate(devices):
         for instruction in mine.instructions:
             if isinstance(instruction, WriteBuffer):
@@ -641,6 +650,15 @@ def _holdings(plan: Plan, constants: frozenset[str]) -> _Holdings:
         tuple(n for n in held[r] if owner[n, sliced[r].get(n)] == r) for r in range(len(devices))
     )
     return _Holdings(plan, tuple(tuple(names) for names in held), owned)
+
+
+def _slices(mine: DevicePlan) -> dict[str, _Form]:
+    """Which slice, of which part of the experts, a device holds of each parameter that it does not hold whole."""
+    found: dict[str, _Form] = {}
+    for info in mine.slots:
+        if info.shard is not None or (info.experts is not None and info.name not in found):
+            found[info.name] = (info.experts, info.shard)
+    return found
 
 
 def _check_weights(weights: Mapping[str, torch.Tensor], holdings: _Holdings) -> None:
@@ -696,10 +714,10 @@ def _assembled(
     parts: Sequence[StateSnapshot], parameters: Mapping[str, Parameter]
 ) -> list[StateSnapshot]:
     """*parts*, and one part more that holds whole the parameters of which they have slices."""
-    slices: dict[str, dict[int, StateSnapshot]] = {}
+    slices: dict[str, dict[tuple[int, int], StateSnapshot]] = {}
     for part in parts:
         for name, shard in part.shards.items():
-            slices.setdefault(name, {})[shard.part.index] = part
+            slices.setdefault(name, {})[shard.part.experts[0], shard.part.index] = part
     whole: dict[str, torch.Tensor] = {}
     state: dict[str, dict[str, object]] = {}
     for name, by_index in slices.items():

@@ -51,6 +51,60 @@ class TensorOperations:
             for column, shape in zip(columns, shapes, strict=True)
         ]
 
+    def split_parts(
+        self, tensor: Tensor, sizes: tuple[int, ...], dim: int, count: int
+    ) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`."""
+        parts = as_torch(tensor).reshape(sizes).chunk(count, dim)
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def join_parts(
+        self, flat: Tensor, sizes: tuple[int, ...], dim: int, count: int, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`."""
+        parts = [part.reshape(sizes) for part in as_torch(flat).chunk(count)]
+        return torch.cat(parts, dim).reshape(shape)
+
+    def sum_rows(self, tensor: Tensor) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`."""
+        return as_torch(tensor).sum(0)
+
+    def numbers(self, tensor: Tensor) -> list[int]:
+        """See :class:`~piper.ops.base.Device`."""
+        values: list[int] = as_torch(tensor).reshape(-1).tolist()
+        return values
+
+    def first_rows(self, tensor: Tensor, count: int) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`."""
+        return as_torch(tensor)[:count].clone(memory_format=torch.contiguous_format).view(-1)
+
+    def padded_rows(self, flat: Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`."""
+        source = as_torch(flat)
+        out = source.new_zeros(shape)
+        out.view(-1)[: source.numel()] = source
+        return out
+
+    def rows_by_expert(
+        self, flat: Tensor, received: Sequence[Sequence[int]], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`."""
+        numbers = [n for sender in received for n in sender]
+        rows = as_torch(flat).view(sum(numbers), -1) if sum(numbers) else None
+        parts = () if rows is None else torch.split(rows, numbers)
+        experts = len(received[0])
+        ordered = [part for e in range(experts) for part in parts[e::experts]]
+        sorted_rows = torch.cat(ordered).reshape(-1) if ordered else as_torch(flat)
+        return self.padded_rows(sorted_rows, shape)
+
+    def rows_by_sender(self, rows: Tensor, received: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See :class:`~piper.ops.base.Device`."""
+        senders = len(received)
+        numbers = [n for by_expert in zip(*received, strict=True) for n in by_expert]
+        parts = torch.split(as_torch(rows)[: sum(numbers)], numbers)
+        ordered = [part for s in range(senders) for part in parts[s::senders]]
+        return torch.cat(ordered).reshape(-1)
+
     def empty(self, numel: int, dtype: DType) -> torch.Tensor:
         """A new flat tensor with undefined contents."""
         return torch.empty(numel, dtype=torch_dtype(dtype), device=self.torch_device)

@@ -33,7 +33,7 @@ class Replicate(Directive, frozen=True):
     Each parameter is cut into equal runs of its flattened elements, one per replica. ``bucket_size`` bounds one message in
     MiB (``None``: a bucket per region). ``reduce_stream`` and ``gather_stream`` carry the communication.
     ``replicated_buffers`` must be chosen when the forward writes buffers on several replicas (BatchNorm): ``"first"``
-    keeps the first replica's, ``"mean"`` their mean.
+    keeps the first replica's, ``"mean"`` their mean, ``"sum"`` adds every replica's change (a counter then counts on all of them).
 
     Before ``Replicate({}, devices="placed")`` with the region on ``[0, 1]``::
 
@@ -56,7 +56,7 @@ class Replicate(Directive, frozen=True):
     bucket_size: float | None = None
     gather_stream: str = "gather"
     reduce_stream: str = "reduce"
-    replicated_buffers: Literal["first", "mean"] | None = None
+    replicated_buffers: Literal["first", "mean", "sum"] | None = None
 
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
         if self.bucket_size is not None and self.bucket_size <= 0:

@@ -91,6 +91,12 @@ def _check_crossings(dag: Dag) -> None:
                 raise DirectiveError(
                     f"value {value} crosses from {producer.label!r} to {chunk.label!r} without communication"
                 )
+            leaves = (producer.sharding is None) != (chunk.sharding is None)
+            if leaves and not chunk.derived and dag.values[value].experts is not None:
+                raise DirectiveError(
+                    f"value {value} crosses from {producer.label!r} to {chunk.label!r}, of which one is a sharded expert region, without "
+                    "an all-to-all"
+                )
 
 
 def _cycle(dag: Dag, stuck: set[NodeId]) -> list[NodeId]:

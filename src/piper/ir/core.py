@@ -7,13 +7,14 @@ from msgspec.structs import replace
 from piper.ids import NodeId, ValueId
 from piper.ir.dag import Chunk, Dag, Role, Value
 from piper.ops.all_gather import AllGather
+from piper.ops.all_to_all import AllToAll, AllToAllCounts, AllToAllRows
 from piper.ops.offload import Fetch, Offload
 from piper.ops.p2p import Transfer
 
 
 def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
-    """The core chunks, each reading the values that its producers made, or parameters, and not transferred, gathered or
-    fetched copies of them.
+    """The core chunks, each reading the values that its producers made, or parameters, and not transferred, exchanged,
+    gathered or fetched copies of them.
     """
     origin: dict[ValueId, ValueId] = {}
     parameters = {v.name: v.id for v in dag.values.values() if v.role is Role.PARAMETER}
@@ -22,8 +23,15 @@ def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
             origin[node.outputs[0]] = node.inputs[0]
         elif isinstance(node.work, (Offload, Fetch)):
             origin.update(zip(node.outputs, node.inputs, strict=True))
+        elif isinstance(node.work, (AllToAll, AllToAllCounts, AllToAllRows)):
+            origin[node.outputs[-1]] = node.inputs[0]
         elif isinstance(node.work, AllGather):
             origin.update({v: parameters[dag.values[v].name] for v in node.outputs})
+    for value, source in origin.items():  # a value may have travelled through several nodes
+        first = source
+        while first in origin:
+            first = origin[first]
+        origin[value] = first
     chunks: dict[NodeId, Chunk] = {}
     for chunk in dag.chunks():
         if chunk.derived:

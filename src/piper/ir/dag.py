@@ -68,11 +68,35 @@ STATE = frozenset({Role.PARAMETER, Role.SHARD, Role.BUFFER, Role.KEPT, Role.SEED
 """Roles of values that exist before the step and after it."""
 
 
+class LayoutKind(StrEnum):
+    """What a value of a sharded expert region is."""
+
+    PARAMETER = "parameter"  # cut along dimension 0, the experts
+    CAPACITY = "capacity"  # equally many tokens per expert: dimensions for the experts and for an expert's tokens
+    ROWS = "rows"  # dimension 0: tokens, sorted by expert
+    COUNTS = "counts"  # the numbers of tokens per expert
+
+
+class ExpertLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """How a value is cut by experts.
+
+    ``other`` is the value's spec on the other side of the region's border: inside the region of a value that enters it, outside of one
+    that leaves it. For CAPACITY, ``sizes`` are the sizes outside, merged dimensions taken apart (-1: the tokens').
+    """
+
+    kind: LayoutKind
+    other: TensorSpec
+    sizes: tuple[int, ...] = ()
+    expert_dim: int = 0
+    token_dim: int = 0
+
+
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A named tensor.
 
     ``name`` is the parameter's, buffer's or batch leaf's; a contribution or total carries its
-    parameter's. ``microbatch`` is, for an INPUT, the microbatch whose rows it holds (0 before any split).
+    parameter's. ``microbatch`` is, for an INPUT, the microbatch whose rows it holds (0 before any split). ``experts`` says how a value is
+    cut that enters or leaves a sharded expert region, or a parameter of one.
     """
 
     id: ValueId
@@ -80,6 +104,7 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     role: Role
     name: str = ""
     microbatch: int = 0
+    experts: ExpertLayout | None = None
 
 
 class Offloading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -96,7 +121,8 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, t
     ``(("PP", 1), ("EP", 3), ("MB", 0))``. ``p2p_stream`` carries its values to other
     groups (``None``: the default). ``replication`` is the index of the :class:`Replication` that claims it, ``recompute`` the
     number of the directive that lets its region's backward recompute the forward, or ``None``. ``offload`` says where what its region's
-    backward reads of the forward is kept in the meantime (``None``: on the device).
+    backward reads of the forward is kept in the meantime (``None``: on the device). ``sharding`` is the index of the
+    :class:`Sharding` that shards its experts.
     """
 
     id: NodeId
@@ -112,6 +138,7 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, t
     derived: bool = False
     recompute: int | None = None
     offload: Offloading | None = None
+    sharding: int | None = None
 
     @property
     def label(self) -> str:
@@ -228,7 +255,7 @@ class Replication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``bucket_bytes`` bounds one message's payload (``None``: one bucket per region). ``shard_groups`` are the device lists within which
     is sharded (empty: the whole group of each node).
-    ``buffers`` says which replica's buffers count after the step: ``"first"``, ``"mean"`` or ``None`` (refuse).
+    ``buffers`` says which replica's buffers count after the step: ``"first"``, ``"mean"``, ``"sum"`` (of their changes) or ``None`` (refuse).
     """
 
     directive: int
@@ -238,6 +265,16 @@ class Replication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Level = Level.NONE
     shard_groups: tuple[DeviceGroup, ...] = ()
     buffers: str | None = None
+
+
+class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a ``Shard`` asks for the expert regions that it claims: the device lists within which their experts are sharded (empty: the
+    whole group of each node), and the stream of the all-to-all.
+    """
+
+    directive: int
+    stream: Stream
+    groups: tuple[DeviceGroup, ...] = ()
 
 
 class Clip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -300,7 +337,8 @@ class Dag:
     of the global batch. ``losses`` (and ``weights``, for a weighted loss) list one value per microbatch.
     ``contributions`` lists, per parameter, the gradient contributions of all core chunks. ``buffer_updates``
     gives the final value of each buffer that the forward writes. ``overlaps`` are the groups of chunks that an order wants interleaved. ``shards`` lists, for each sharded parameter, the device groups of which
-    member i holds slice i. ``clip`` and ``gradient_use`` say what is done with the gradients. ``directives`` is the history, as text.
+    member i holds slice i; ``expert_groups``, for each parameter of a sharded expert region, those of which member i holds the i-th part of the
+    experts (of which ``shards`` then has the slices). ``clip`` and ``gradient_use`` say what is done with the gradients. ``directives`` is the history, as text.
     ``precision`` says in which types is computed, summed and updated, where these differ from the model's. A parameter that is not updated in the
     type in which it is read has a *master copy*, of role SHARD: a slice, or where the parameter is not sharded all of it, in
     a group of one device. ``loss_scaled``: every seed is multiplied by the step's SCALE, gradients are divided by it, and nothing is
@@ -326,6 +364,8 @@ class Dag:
     splits: tuple[SplitDim, ...] = ()
     replications: tuple[Replication, ...] = ()
     shards: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
+    shardings: tuple[Sharding, ...] = ()
+    expert_groups: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
     directives: tuple[str, ...] = field(default=())
     clip: Clip | None = None
     gradient_use: GradientUse = GradientUse.UPDATE
@@ -421,6 +461,13 @@ class Dag:
         """Data-parallel replicas: the common size of all device groups (1 before placement)."""
         sizes = [len(c.devices) for c in self.chunks() if not c.derived and c.devices]
         return max(sizes, default=1)
+
+    def expert_part(self, name: str, device: DeviceId) -> tuple[int, int] | None:
+        """Which of how many parts of its experts *device* holds of parameter *name*; ``None`` where experts are not sharded."""
+        for group in self.expert_groups.get(name, ()):
+            if device in group:
+                return group.index(device), len(group)
+        return None
 
     def chunks(self) -> Iterator[Chunk]:
         """The compute nodes, in node order."""

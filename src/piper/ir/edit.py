@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from msgspec.structs import replace as replace_struct
 
 from piper.errors import DirectiveError, SplitError
-from piper.ids import NodeId, ValueId
+from piper.ids import BodyId, NodeId, ValueId
+from piper.ir.body import Body
 from piper.ir.core import core_chunks, core_values
 from piper.ir.dag import (
     SOURCES,
@@ -23,9 +24,11 @@ from piper.ir.dag import (
     Overlap,
     Replication,
     Role,
+    Sharding,
     SplitDim,
     Value,
 )
+from piper.ops.compute import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,26 @@ def use_gradients(
     """Say what becomes of the gradients; no core node changes. Where the loss is scaled their norm must be asked for."""
     assert clip is not None or not loss_scaled, "whether gradients are finite is seen by their norm"
     return Edit(replace(dag, gradient_use=use, clip=clip, loss_scaled=loss_scaled), {})
+
+
+def add_sharding(
+    dag: Dag,
+    sharding: Sharding,
+    changed: Mapping[NodeId, Chunk],
+    values: Mapping[ValueId, Value],
+    bodies: Mapping[BodyId, Body],
+) -> Edit:
+    """Record a sharding and exchange the chunks that it claims, and values that it changes; *bodies* are the new chunks'."""
+    nodes: dict[NodeId, Node] = {**dag.nodes, **changed}
+    used = {node.work.body for node in nodes.values() if isinstance(node.work, Call)}
+    sharded = replace(
+        dag,
+        nodes=nodes,
+        values={**dag.values, **values},
+        bodies={i: body for i, body in {**dag.bodies, **bodies}.items() if i in used},
+        shardings=(*dag.shardings, sharding),
+    )
+    return Edit(sharded, {})
 
 
 def add_order(dag: Dag, edges: Sequence[OrderEdge]) -> Edit:

@@ -5,6 +5,7 @@ index ``s`` is pipeline stage ``s``; without a capture the annotations do nothin
 """
 
 from piper.models.mlp import MLP, MLPConfig, mlp_loss
+from piper.models.moe import MoE, MoEConfig, moe_loss
 from piper.models.multi import Multi, MultiConfig, multi_loss
 from piper.models.transformer import Transformer, TransformerConfig, generate, transformer_loss
 from piper.models.unet import UNet, UNetConfig, unet_loss
@@ -12,6 +13,8 @@ from piper.models.unet import UNet, UNetConfig, unet_loss
 __all__ = [
     "MLP",
     "MLPConfig",
+    "MoE",
+    "MoEConfig",
     "Multi",
     "MultiConfig",
     "Transformer",
@@ -20,6 +23,7 @@ __all__ = [
     "UNetConfig",
     "generate",
     "mlp_loss",
+    "moe_loss",
     "multi_loss",
     "transformer_loss",
     "unet_loss",

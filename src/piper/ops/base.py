@@ -47,9 +47,14 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
     dtype: DType
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the payload."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 class Handle(Protocol):
@@ -148,6 +153,38 @@ class Device(Protocol):
     ) -> Sequence[Tensor]:
         """The inverse of :meth:`pack_shards`: tensors of the given shapes, views of *flat* where possible."""
 
+    def split_parts(self, tensor: Tensor, sizes: tuple[int, ...], dim: int, count: int) -> Tensor:
+        """A new flat tensor: *tensor*, reshaped to *sizes* (-1: what is left), cut into *count* equal parts along *dim*, one part after
+        the other.
+        """
+
+    def join_parts(
+        self, flat: Tensor, sizes: tuple[int, ...], dim: int, count: int, shape: tuple[int, ...]
+    ) -> Tensor:
+        """*count* parts of *sizes* (-1: what is left) that lie in *flat* one after the other, joined along *dim*, reshaped to *shape*."""
+
+    def sum_rows(self, tensor: Tensor) -> Tensor:
+        """A new tensor: the sum over the first dimension."""
+
+    def numbers(self, tensor: Tensor) -> list[int]:
+        """The elements of an integer tensor, on the host."""
+
+    def first_rows(self, tensor: Tensor, count: int) -> Tensor:
+        """The first *count* rows, flat and contiguous."""
+
+    def padded_rows(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of *shape* that holds the rows in *flat*, then zeros."""
+
+    def rows_by_expert(
+        self, flat: Tensor, received: Sequence[Sequence[int]], shape: tuple[int, ...]
+    ) -> Tensor:
+        """A tensor of *shape* that holds the rows in *flat*, which are sorted by sender, then expert, sorted by expert, then sender; then
+        zeros. ``received[s][e]`` is the number of rows of sender s for expert e.
+        """
+
+    def rows_by_sender(self, rows: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
+        """The inverse of :meth:`rows_by_expert`: the rows, sorted by sender, then expert, flat, without what is behind them."""
+
     def empty(self, numel: int, dtype: DType) -> Tensor:
         """A new flat tensor with undefined contents."""
 
@@ -241,8 +278,8 @@ class State(Protocol):
         Parameters that are not named are left alone; all are, if *only_finite* and *norm* is not finite.
         """
 
-    def write_buffer(self, name: str, value: Tensor) -> None:
-        """Store a buffer's new value (copied in place)."""
+    def write_buffer(self, name: str, value: Tensor, replicas: int = 1) -> None:
+        """Store a buffer's new value (copied in place): *value* less ``replicas - 1`` times the old one."""
 
 
 class StepContext(Protocol):

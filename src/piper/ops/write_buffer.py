@@ -8,9 +8,12 @@ from piper.ops.base import Handle, Instruction, Runtime, Work, instruction, work
 
 @work
 class StoreBuffer(Work, frozen=True):
-    """The one input becomes the value of the buffer ``name``."""
+    """The one input becomes the value of the buffer ``name``; if it is the sum of ``replicas`` values, each the buffer's old value and a
+    change, the buffer's changes are added up.
+    """
 
     name: str
+    replicas: int = 1
 
     def overwrites(self) -> tuple[tuple[str, str], ...]:
         return (("buffer", self.name),)
@@ -18,26 +21,27 @@ class StoreBuffer(Work, frozen=True):
 
 @instruction
 class WriteBuffer(Instruction, frozen=True, kw_only=True):
-    """Store ``value`` in the buffer ``name``, whose slot is ``buffer``."""
+    """Store ``value``, less ``replicas - 1`` times what the buffer was, in the buffer ``name``, whose slot is ``buffer``."""
 
     name: str
     buffer: Slot
     value: Slot
+    replicas: int = 1
 
     def reads(self) -> tuple[Slot, ...]:
-        return (self.value,)
+        return (self.value,) if self.replicas == 1 else (self.value, self.buffer)
 
     def writes(self) -> tuple[Slot, ...]:
         return (self.buffer,)
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
         slots, state = runtime.slots, runtime.state
-        name, value = self.name, self.value
+        name, value, replicas = self.name, self.value, self.replicas
 
         def run() -> None:
             tensor = slots[value]
             assert tensor is not None
-            state.write_buffer(name, tensor)
+            state.write_buffer(name, tensor, replicas)
 
         return run
 

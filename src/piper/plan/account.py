@@ -4,6 +4,7 @@ Every instruction is followed in issue order as the CPU's device executes it. Ch
 outputs are views of what.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from piper.ids import BodyId, EventId, Slot, Stream
 from piper.ir.storages import Given, Memory, output_memory
 from piper.ops.accumulate import Accumulate
 from piper.ops.all_gather import AllGatherBucket, RefreshBucket
+from piper.ops.all_to_all import ExchangeCounts, ExchangeExperts, ExchangeRows
 from piper.ops.base import Instruction, Message, shard_length
 from piper.ops.bucket import BucketCollective
 from piper.ops.compute import Compute
@@ -209,7 +211,10 @@ class _Walk:
                 continue
             for name, slot in zip(instruction.names, instruction.parameters, strict=True):
                 spec = self.plan.dag.parameters[name].spec
-                shape, numel = spec.sizes(self.plan.bindings), spec.numel(self.plan.bindings)
+                shape = spec.sizes(self.plan.bindings)
+                if (experts := self.mine.slots[slot].experts) is not None:
+                    shape = (shape[0] // experts[1], *shape[1:])
+                numel = math.prod(shape)
                 if (shard := self.mine.slots[slot].shard) is not None:
                     index, count = shard
                     length = shard_length(shape, count)
@@ -322,6 +327,12 @@ class _Walk:
                 part = _Storage(mine)
                 fills = tuple((slot, part) for slot in instruction.outputs)
                 return _Flight((_Storage(mine * len(members)), part), fills)
+            case ExchangeExperts(messages=messages) | ExchangeCounts(messages=messages):
+                return self._exchange(instruction, messages[0].nbytes)
+            case ExchangeRows(messages=messages):
+                # How many rows are sent and received depends on the data: at most as many as the larger side has room for.
+                largest = max(messages[0].nbytes, self._nbytes(instruction.inputs[0]))
+                return self._exchange(instruction, largest)
             case _:
                 meeting = instruction.rendezvous()
                 messages = () if meeting is None else meeting.messages
@@ -336,6 +347,17 @@ class _Walk:
             pair = copies.setdefault(id(storage), (storage, _Storage(storage.nbytes)))
             self._fill(target, pair[1])
         return tuple(storage for storage, _ in copies.values())
+
+    def _exchange(self, instruction: BucketCollective, nbytes: int) -> _Flight:
+        """A copy of what is sent, what is received, and the results, which are made of it."""
+        sent, received = _Storage(nbytes), _Storage(nbytes)
+        made = tuple((slot, _Storage(self._nbytes(slot))) for slot in instruction.outputs)
+        if isinstance(instruction, ExchangeCounts):  # the matrix is what was received
+            made = ((instruction.outputs[0], received), *made[1:])
+        return _Flight((sent, received), made)
+
+    def _nbytes(self, slot: Slot) -> int:
+        return self.mine.slots[slot].message.nbytes
 
     def _gather(self, instruction: BucketCollective) -> _Flight:
         """The slices are put into one message; the whole tensors are copied out of the flat result,

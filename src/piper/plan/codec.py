@@ -29,6 +29,7 @@ from piper.ir.dag import (
     Overlap,
     Parameter,
     Replication,
+    Sharding,
     SplitDim,
     Value,
 )
@@ -80,6 +81,8 @@ class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     splits: tuple[SplitDim, ...]
     replications: tuple[Replication, ...]
     shards: dict[str, tuple[tuple[DeviceId, ...], ...]]
+    shardings: tuple[Sharding, ...]
+    expert_groups: dict[str, tuple[tuple[DeviceId, ...], ...]]
     directives: tuple[str, ...]
     clip: Clip | None
     gradient_use: GradientUse

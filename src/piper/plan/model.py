@@ -22,7 +22,8 @@ class SlotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
     Slots with role PARAMETER, SHARD, BUFFER, KEPT, SEED and SCALE are filled before the step and never freed (the plan's *state* slots);
     ``name`` is the parameter's or buffer's. All others start empty and end empty. ``shard`` is, for role SHARD, which of
-    how many slices the slot holds.
+    how many slices the slot holds; ``experts``, for a parameter (or slice of one) of which the device holds a part of the experts, which of
+    how many parts.
     """
 
     value: ValueId
@@ -30,6 +31,7 @@ class SlotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
     name: str
     message: Message
     shard: tuple[int, int] | None = None
+    experts: tuple[int, int] | None = None
 
 
 class DevicePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

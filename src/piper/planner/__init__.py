@@ -179,10 +179,11 @@ def _placed(dag: Dag) -> Dag:
 
 def _check_claimed(dag: Dag) -> None:
     for chunk in dag.chunks():
-        if not chunk.derived and len(chunk.participants) > 1 and chunk.replication is None:
+        claimed = chunk.replication is not None or chunk.sharding is not None
+        if not chunk.derived and len(chunk.participants) > 1 and not claimed:
             raise PlacementError(
                 f"node {chunk.label!r} is placed on {len(chunk.participants)} devices {list(chunk.participants)}, but nothing "
-                'says how they share it; add Replicate(..., devices="placed")'
+                'says how they share it; add Replicate(..., devices="placed"), or Shard for experts'
             )
 
 

@@ -174,7 +174,10 @@ class Cutter:
         program, info = self.programs[device], self.dag.values[value]
         if not program.has(value):
             shard = self._shard(info.name, device) if info.role is Role.SHARD else None
-            program.allocate(info, self.messages[value], shard)
+            experts = None
+            if info.role in (Role.PARAMETER, Role.SHARD):
+                experts = self.dag.expert_part(info.name, device)
+            program.allocate(info, self.messages[value], shard, experts)
         return program.slot(value)
 
     def _shard(self, name: str, device: DeviceId) -> tuple[int, int]:
@@ -227,7 +230,14 @@ class Cutter:
         slot = program.slot(value)
         buffer = self._state(self.state_values[Role.BUFFER, work.name], program.device)
         program.emit(
-            WriteBuffer(node=chunk.id, stream=COMPUTE, name=work.name, buffer=buffer, value=slot),
+            WriteBuffer(
+                node=chunk.id,
+                stream=COMPUTE,
+                name=work.name,
+                buffer=buffer,
+                value=slot,
+                replicas=work.replicas,
+            ),
             consume=(slot,),
         )
 

@@ -57,11 +57,15 @@ class Program:
         return self._slots[slot].value
 
     def allocate(
-        self, value: Value, message: Message, shard: tuple[int, int] | None = None
+        self,
+        value: Value,
+        message: Message,
+        shard: tuple[int, int] | None = None,
+        experts: tuple[int, int] | None = None,
     ) -> Slot:
-        """A new slot for *value*; *shard* says which of how many slices of a parameter."""
+        """A new slot for *value*; *shard* says which of how many slices of a parameter, *experts* which of how many parts of its experts."""
         slot = Slot(len(self._slots))
-        self._slots.append(SlotInfo(value.id, value.role, value.name, message, shard))
+        self._slots.append(SlotInfo(value.id, value.role, value.name, message, shard, experts))
         self._slot_of[value.id] = slot
         return slot
 

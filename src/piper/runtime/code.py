@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch._ops import OpOverload
 
+import piper.runtime.grouped  # noqa: F401 (registers operators that bodies may name)
 from piper.devices.tensors import torch_dtype
 from piper.errors import PlanError, nearest
 from piper.ir import body as ir

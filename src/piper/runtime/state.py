@@ -37,21 +37,32 @@ names.
 class Slice:
     """Slice ``index`` of ``count`` equal runs of a tensor's flattened elements (the last ones may be short or empty). The only slice of a
     tensor is the tensor itself, in its shape.
+
+    Where experts are sharded, ``experts`` says which of how many equal parts of dimension 0 is meant; the slice is one of that part, or,
+    with ``count`` 1, the part itself in its own shape.
     """
 
-    index: int
-    count: int
+    index: int = 0
+    count: int = 1
+    experts: tuple[int, int] = (0, 1)
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of the experts; a view of *tensor*."""
+        index, count = self.experts
+        return tensor if count == 1 else tensor.chunk(count)[index]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice, without padding, one-dimensional unless it is the only one; a view of *tensor* where possible."""
+        """The slice, one-dimensional (unless it is a whole part of the experts), without padding; a view of *tensor* where possible."""
+        part = self.part(tensor)
         if self.count == 1:
-            return tensor
-        length = self.length(tuple(tensor.shape))
-        return tensor.reshape(-1)[self.index * length : (self.index + 1) * length]
+            return part
+        length = shard_length(tuple(part.shape), self.count)
+        return part.reshape(-1)[self.index * length : (self.index + 1) * length]
 
     def length(self, shape: tuple[int, ...]) -> int:
         """Elements of each slice of a tensor of *shape*, padding included."""
-        return shard_length(shape, self.count)
+        first = shape[:1] if self.experts[1] == 1 else (shape[0] // self.experts[1],)
+        return shard_length((*first, *shape[1:]), self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +119,7 @@ class ModelState:
     A device may hold a parameter whole, or a slice of it, or both; what the optimizer updates is the slice if there is one.
     *parameters* are whole tensors in either case; *slices* says of which a slice is held, *whole* which are held whole. Under mixed precision
     (*types*) slices, of which a master copy is one, are in the type in which parameters are updated; values of any floating-point type are
-    converted.
+    converted. *experts* says of which only a part of the experts is held ("whole" then means that part), as (index, count).
 
     Raises :class:`StateError` for a tensor that does not have the model's shape or type,
     :class:`ConfigError` for an optimizer that cannot serve.
@@ -124,6 +135,7 @@ class ModelState:
         slices: Mapping[str, Slice] | None = None,
         whole: Container[str] | None = None,
         types: ElementTypes | None = None,
+        experts: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self._device = device
         self._updated_in = {
@@ -132,13 +144,17 @@ class ModelState:
         for name, tensor in parameters.items():
             check_tensor("parameter", name, tensor, model[name].spec, types)
         self._slices = dict(slices or {})
+        self._parts = {name: Slice(experts=part) for name, part in (experts or {}).items()}
         self._kept: dict[str, torch.Tensor] = {}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         self.parameters: dict[str, torch.nn.Parameter] = {
-            name: _own(tensor, model[name], self._updated_in[name], device)
+            name: _own(
+                self._experts(name).part(tensor), model[name], self._updated_in[name], device
+            )
             for name, tensor in parameters.items()
             if name not in self._slices or (whole is not None and name in whole)
         }
+        self._shown = {**{n: s for n, s in self._parts.items() if n in parameters}, **self._slices}
         self.shards = {
             name: _padded_slice(parameters[name], part, self._updated_in[name], device)
             for name, part in self._slices.items()
@@ -168,6 +184,9 @@ class ModelState:
             return None
         kind = type(self._optimizer)
         return f"{kind.__module__}.{kind.__qualname__}"
+
+    def _experts(self, name: str) -> Slice:
+        return self._parts.get(name, Slice())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole parameter, of which a slice is held or all."""
@@ -216,15 +235,16 @@ class ModelState:
                 parameter.grad = _laid_out_like(parameter, final)
             if self._observe is not None:
                 shown = {name: _gradient(parameters[name]) for name in gradients}
-                self._observe(shown, self._slices)
+                self._observe(shown, self._shown)
             self._optimizer.step()
         finally:
             for name in gradients:
                 parameters[name].grad = None
 
-    def write_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Copy *value* into the buffer."""
-        self.buffers[name].copy_(value)
+    def write_buffer(self, name: str, value: torch.Tensor, replicas: int = 1) -> None:
+        """Copy *value*, less ``replicas - 1`` times what the buffer was, into the buffer."""
+        buffer = self.buffers[name]
+        buffer.copy_(value if replicas == 1 else value - (replicas - 1) * buffer)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The parameter or buffer *name*.
@@ -270,18 +290,21 @@ class ModelState:
         """Copies, on the CPU, of the named parameters and buffers; with *optimizer* its state for
         those parameters.
 
-        Where the device holds a slice of a parameter that is what is copied, and the whole one too only
-        if *everything* is asked for.
+        Where the device holds a slice of a parameter, or a part of its experts, that is what is copied, and the whole one
+        too, if it is there, only if *everything* is asked for.
         """
         wanted = set(names)
         parameters = {
             n: _copy(p)
             for n, p in self.parameters.items()
-            if n in wanted and (everything or n not in self._slices)
+            if n in wanted
+            and (
+                n not in self._shown or (everything and n in self._slices and n not in self._parts)
+            )
         }
         shards = {
             n: Shard(part, _copy(self._trained[n]))
-            for n, part in self._slices.items()
+            for n, part in self._shown.items()
             if n in wanted
         }
         buffers = {n: _copy(b) for n, b in self.buffers.items() if n in wanted}
@@ -297,7 +320,8 @@ class ModelState:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if name in snapshot.parameters:
-                    parameter.copy_(snapshot.parameters[name].to(self._updated_in[name]))
+                    value = self._experts(name).part(snapshot.parameters[name])
+                    parameter.copy_(value.to(self._updated_in[name]))
             for name, part in self._slices.items():
                 if name in snapshot.parameters:
                     self._trained[name].copy_(part.of(snapshot.parameters[name]))
@@ -352,7 +376,7 @@ class ModelState:
 
     def _part(self, name: str, key: str, value: object) -> object:
         """What this device holds of an entry of the optimizer's state."""
-        part = self._slices.get(name)
+        part = self._shown.get(name)
         if part is None or not isinstance(value, torch.Tensor):
             return value
         return part.of(value) if per_element(key, value, self._shapes[name]) else value
@@ -382,7 +406,7 @@ def merge_slices(parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.T
     """The tensor of which *parts* are all slices, in order."""
     if len(parts) == 1:
         return parts[0].reshape(tuple(shape))
-    return torch.cat(list(parts)).reshape(tuple(shape))
+    return torch.cat([part.reshape(-1) for part in parts]).reshape(tuple(shape))
 
 
 def _padded_slice(

@@ -135,12 +135,17 @@ class Worker:
     ) -> None:
         """Hold the parameters and buffers *names*, and an optimizer for them."""
         dag, slots = self._plans[key].plan.dag, self._plans[key].mine.slots
-        slices = {i.name: Slice(*i.shard) for i in slots if i.shard is not None}
+        parts = {i.name: i.experts for i in slots if i.experts is not None}
+        slices = {
+            i.name: Slice(*i.shard, experts=i.experts or (0, 1))
+            for i in slots
+            if i.shard is not None
+        }
         used = {i.name for i in slots if i.role in (Role.PARAMETER, Role.SHARD)}
         whole = {i.name for i in slots if i.role is Role.PARAMETER} | (set(names) - used)
         for name in names:
             if name in dag.parameters and dag.has_master(name):
-                slices.setdefault(name, Slice(0, 1))
+                slices.setdefault(name, Slice(experts=parts.get(name, (0, 1))))
         tensors = weights(names) if callable(weights) else weights
         self._state = ModelState(
             {name: tensors[name] for name in names if name in dag.parameters},
@@ -151,6 +156,7 @@ class Worker:
             slices,
             whole,
             dag.precision,
+            parts,
         )
         for loaded in self._plans.values():
             loaded.program = self._program(loaded, self._make_device(), self._state)

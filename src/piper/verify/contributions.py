@@ -46,11 +46,16 @@ def check_contributions(
 
 
 class _Origins:
-    """The identities of all contributions: a digit per contributing value and device."""
+    """The identities of all contributions: a digit per contributing value and device.
+
+    ``full`` says, by parameter and part of its experts (``WHOLE`` where they are not sharded), what all of them are together.
+    """
 
     def __init__(self, dag: Dag) -> None:
         self.digits: dict[ValueId, tuple[str, int, tuple[DeviceId, ...]]] = {}
-        self.full: dict[str, int] = {}
+        self.full: dict[tuple[str, int], int] = {}
+        self._sizes: dict[str, int] = {}
+        self._part: dict[tuple[str, int], int] = {}
         self._values: dict[str, list[ValueId]] = {}
         self._starts: dict[str, list[int]] = {}
         self._indices: dict[tuple[DeviceId, ...], dict[DeviceId, int]] = {}
@@ -66,13 +71,30 @@ class _Origins:
                 count += len(devices)
                 if devices not in self._indices:
                     self._indices[devices] = {device: i for i, device in enumerate(devices)}
-            self.full[name] = int.from_bytes(b"\x01" * count, "little")
+            self._sizes[name] = count
+            groups = dag.expert_groups.get(name, ())
+            self._part.update({(name, d): i for group in groups for i, d in enumerate(group)})
+            self.full[name, WHOLE] = int.from_bytes(b"\x01" * count, "little")
+            if groups:
+                self.full.update(self._full_parts(name, count))
+
+    def _full_parts(self, name: str, count: int) -> dict[tuple[str, int], int]:
+        """What all contributions to each part of the experts are together, of *count* contributions to all."""
+        digits: dict[int, bytearray] = {}
+        for digit in range(count):
+            _, device = self._owner(name, digit)
+            digits.setdefault(self.part(name, device), bytearray(count))[digit] = 1
+        return {(name, part): int.from_bytes(ones, "little") for part, ones in digits.items()}
+
+    def part(self, name: str, device: int) -> int:
+        """The part of a parameter's experts that *device* holds."""
+        return self._part.get((name, device), WHOLE)
 
     def total(self, value: ValueId, device: DeviceId) -> Total:
         """The sum of one contribution."""
         name, base, devices = self.digits[value]
         digit = base + self._indices[devices][device]
-        return Total(name, 1 << (8 * digit), hash((name, digit)))
+        return Total(name, 1 << (8 * digit), hash((name, digit)), part=self.part(name, device))
 
     def images(
         self, total: Total, renamings: Sequence[Callable[[DeviceId], DeviceId]]
@@ -81,7 +103,7 @@ class _Origins:
         counts = total.counts.to_bytes((total.counts.bit_length() + 7) // 8, "little")
         digits = [(found.start(), counts[found.start()]) for found in _DIGITS.finditer(counts)]
         owners = [(self._owner(total.name, digit), count) for digit, count in digits]
-        size = (self.full[total.name].bit_length() + 7) // 8
+        size = self._sizes[total.name]
         images: list[Total] = []
         for number, renamed in enumerate(renamings):
             moved = [
@@ -90,7 +112,8 @@ class _Origins:
             ]
             history = hash((total.history, number))
             counted = _number(moved, size)
-            images.append(Total(total.name, counted, history, total.shard, total.final))
+            part = self.part(total.name, renamed(owners[0][0][1])) if owners else total.part
+            images.append(replace(total, counts=counted, history=history, part=part))
         return images
 
     def _owner(self, name: str, digit: int) -> tuple[ValueId, DeviceId]:
@@ -102,9 +125,14 @@ class _Origins:
 
     def difference(self, dag: Dag, total: Total) -> str:
         """Which contributions *total* lacks or has more than once."""
-        size = (self.full[total.name].bit_length() + 7) // 8
+        size = self._sizes[total.name]
         counts = total.counts.to_bytes(max(size, (total.counts.bit_length() + 7) // 8), "little")
-        wrong = [(digit, count) for digit, count in enumerate(counts[:size]) if count != 1]
+        wrong = [
+            (digit, count)
+            for digit, count in enumerate(counts[:size])
+            if count != 1
+            and (count or self.part(total.name, self._owner(total.name, digit)[1]) == total.part)
+        ]
         lines: list[str] = []
         for digit, count in wrong[:8]:
             value, device = self._owner(total.name, digit)
@@ -140,8 +168,8 @@ class _Symbolic:
         self.origins = _Origins(subject.dag)
         self.totals: list[dict[Slot, Total]] = [{} for _ in subject.traces]
         self.updated: dict[
-            str, dict[int, tuple[int, int, int]]
-        ] = {}  # name → device → position, history, slice
+            str, dict[int, tuple[int, int, tuple[int, int]]]
+        ] = {}  # name → device → position, history, part of the experts and slice
         self.refreshed: dict[str, set[int]] = {}  # name → devices whose whole copy was remade
         self.norms = Norms(subject, self.totals, self.origins.full)
 
@@ -183,7 +211,7 @@ class _Symbolic:
             instruction.totals, instruction.left, instruction.right, strict=True
         ):
             one, two = totals.get(left), totals.get(right)
-            if one is None or two is None or (one.name, one.shard) != (two.name, two.shard):
+            if one is None or two is None or (one.target, one.shard) != (two.target, two.shard):
                 yield (
                     f"{self.subject.at(device, i)}: {self.subject.slot(device, left)} and "
                     f"{self.subject.slot(device, right)} are not contributions to one sum"
@@ -302,7 +330,8 @@ class _Symbolic:
             instruction.names, instruction.parameters, instruction.gradients, strict=True
         ):
             total = self.totals[device].get(slot)
-            if total is None or total.name != name or total.counts != full.get(name):
+            key = (name, self.origins.part(name, device))
+            if total is None or total.target != key or total.counts != full.get(key):
                 yield self.wrong(here, device, slot, name, total)
                 continue
             info = subject.plan.devices[device].slots[parameter]
@@ -322,7 +351,7 @@ class _Symbolic:
         totals, norms = self.totals[device], self.norms.at(device)
         found = [totals.get(s) or norms.get(s) for s in scalars]
         ways = tuple(v.history for v in found if v is not None)
-        done[device] = (i, hash((total.history, ways)), total.shard)
+        done[device] = (i, hash((total.history, ways)), (total.part, total.shard))
 
     def divided(
         self, device: int, i: int, gradients: Sequence[Slot], scale: Slot | None
@@ -352,7 +381,7 @@ class _Symbolic:
             weight = found.get(scale)
             if weight is None or (weight.name, weight.counts) != (
                 _WEIGHT,
-                self.origins.full[_WEIGHT],
+                self.origins.full[_WEIGHT, WHOLE],
             ):
                 yield self.wrong(here, device, scale, _WEIGHT, weight)
             elif weight.scaled != dag.loss_scaled:
@@ -379,7 +408,8 @@ class _Symbolic:
             zip(instruction.names, instruction.gradients, strict=True)
         ):
             total = totals.get(slot)
-            if total is None or total.name != name or total.counts != self.origins.full.get(name):
+            key = (name, self.origins.part(name, device))
+            if total is None or total.target != key or total.counts != self.origins.full.get(key):
                 yield self.wrong(here, device, slot, name, total)
                 continue
             if slots[instruction.kept[k]].name != name or total.final:
@@ -472,11 +502,11 @@ def _sums(given: _Columns) -> list[Total | None] | None:
         if not present:
             results.append(None)
             continue
-        if len(present) < len(column) or len({(t.name, t.shard) for t in present}) != 1:
+        if len(present) < len(column) or len({(t.target, t.shard) for t in present}) != 1:
             return None
         history = hash(tuple(total.history for total in present))
         counts = sum(total.counts for total in present)
-        results.append(Total(present[0].name, counts, history, present[0].shard))
+        results.append(replace(present[0], counts=counts, history=history, final=False))
     return results
 
 

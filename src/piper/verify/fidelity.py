@@ -264,6 +264,8 @@ class _Device:
             return (f"node {instruction.node} does not store a buffer",)
         bad = self.execute(node, instruction)
         bad += self.differ("stores", (instruction.value,), self.expected.inputs(node, self.device))
+        if instruction.replicas != work.replicas:
+            bad.append(f"expected the sum of {work.replicas} values, found {instruction.replicas}")
         info = self.slots[instruction.buffer]
         if instruction.name != work.name or info.role is not Role.BUFFER or info.name != work.name:
             bad.append(

@@ -19,7 +19,10 @@ class Norms:
     """The symbolic norms of all devices. *totals* are the sums, by device; *full* says what all contributions to each are."""
 
     def __init__(
-        self, subject: Subject, totals: Sequence[Mapping[Slot, Total]], full: Mapping[str, int]
+        self,
+        subject: Subject,
+        totals: Sequence[Mapping[Slot, Total]],
+        full: Mapping[tuple[str, int], int],
     ) -> None:
         self.subject, self.totals, self.full = subject, totals, full
         self.norms: list[dict[Slot, Measured]] = [{} for _ in subject.traces]
@@ -37,11 +40,11 @@ class Norms:
         counted: list[Total] = []
         for slot in instruction.gradients:
             total = self.totals[device].get(slot)
-            if total is None or not total.name or total.counts != self.full[total.name]:
+            if total is None or not total.name or total.counts != self.full[total.target]:
                 yield f"{subject.at(device, i)}: {subject.slot(device, slot)} is not a whole gradient"
                 continue
             counted.append(total)
-        pairs = tuple(sorted((total.name, total.shard) for total in counted))
+        pairs = tuple(sorted((total.name, total.part, total.shard) for total in counted))
         history = hash(tuple(total.history for total in counted))
         self.norms[device][instruction.part] = Measured(pairs, history)
 
@@ -90,15 +93,16 @@ class Norms:
             part = given.get(roles.first(member))
             if member in given or part is None:
                 continue
+            dag = self.subject.dag
             counted = tuple(
-                (name, k if k == WHOLE else self._slice(name, member)) for name, k in part.counted
+                (
+                    name,
+                    which if which == WHOLE else _place(dag.expert_groups[name], member),
+                    k if k == WHOLE else _place(dag.shards[name], member),
+                )
+                for name, which, k in part.counted
             )
             yield Measured(counted, part.history)
-
-    def _slice(self, name: str, device: int) -> int:
-        """Which slice of a parameter *device* holds."""
-        groups = self.subject.dag.shards[name]
-        return next(g.index(DeviceId(device)) for g in groups if device in g)
 
     def _combines(self, instruction: object) -> bool:
         clip = self.subject.dag.clip
@@ -121,21 +125,25 @@ class Norms:
             yield f"{here}: {subject.slot(device, instruction.part)} is no part of the norm"
             return
         wanted, found = Counter(self._every_gradient()), Counter(part.counted)
-        if wrong := [pair for pair in {**wanted, **found} if wanted[pair] != found[pair]]:
+        if wrong := [key for key in {**wanted, **found} if wanted[key] != found[key]]:
             listed = ", ".join(
-                f"{name!r}{'' if k == WHOLE else f' slice {k}'} {found[name, k]} times instead of {wanted[name, k]}"
-                for name, k in wrong[:6]
+                f"{key[0]!r}{_which(*key[1:])} {found[key]} times instead of {wanted[key]}"
+                for key in wrong[:6]
             )
             yield f"{here}: the norm counts {listed}"
         self.norms[device][instruction.result] = Measured(part.counted, part.history, finished=True)
 
-    def _every_gradient(self) -> Iterator[tuple[str, int]]:
+    def _every_gradient(self) -> Iterator[tuple[str, int, int]]:
         dag = self.subject.dag
         for name, values in dag.contributions.items():
             if not values:
                 continue
+            parts = (
+                range(len(dag.expert_groups[name][0])) if name in dag.expert_groups else (WHOLE,)
+            )
             count = len(dag.shards[name][0]) if name in dag.shards else 1
-            yield from ((name, k) for k in (range(count) if count > 1 else (WHOLE,)))
+            slices = range(count) if count > 1 else (WHOLE,)
+            yield from ((name, part, k) for part in parts for k in slices)
 
     def clips(self, device: int, i: int, instruction: OptimizerStep) -> Iterator[str]:
         """What is wrong with the norm that an update clips by, or by which it sees whether all gradients are finite."""
@@ -159,3 +167,14 @@ class Norms:
         if clip is None or clip.norm is not norm:
             asked = "none" if clip is None else clip.norm.value
             yield f"{self.subject.at(device, i)}: measures norm {norm.value}, asked for is {asked}"
+
+
+def _place(groups: Sequence[DeviceGroup], device: int) -> int:
+    """Which slice, or part of the experts, *device* holds, *groups* being those that share."""
+    return next(g.index(DeviceId(device)) for g in groups if device in g)
+
+
+def _which(part: int, shard: int) -> str:
+    """The part of the experts and the slice of a gradient, for people."""
+    words = "" if part == WHOLE else f" part {part} of the experts"
+    return words if shard == WHOLE else f"{words} slice {shard}"

@@ -129,6 +129,11 @@ def _slots(plan: Plan, device: DevicePlan, messages: Messages) -> Iterator[str]:
             yield f"{here} holds parameter {value.name!r}, which the DAG does not list"
         if info.shard != (expected := _shard(plan, device, value)):
             yield f"{here} holds slice {info.shard}, expected {expected} (index, count)"
+        part = None
+        if value.role in (Role.PARAMETER, Role.SHARD):
+            part = plan.dag.expert_part(value.name, device.device)
+        if info.experts != part:
+            yield f"{here} holds part {info.experts} of the experts, expected {part} (index, count)"
         if value.role is Role.BUFFER and value.name not in plan.dag.buffers:
             yield f"{here} holds buffer {value.name!r}, which the DAG does not list"
 

@@ -11,7 +11,7 @@ WHOLE = -1
 class Total:
     """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up, and which
     slice of it is meant (``WHOLE``: all of it). ``final``: what was kept from earlier steps is in it. ``scaled``: of a loss's
-    weight, that it is multiplied by the scale of the loss.
+    weight, that it is multiplied by the scale of the loss. ``part``: which part of the experts it is for, if these are sharded.
     """
 
     name: str
@@ -20,20 +20,28 @@ class Total:
     shard: int = WHOLE
     final: bool = False
     scaled: bool = False
+    part: int = WHOLE
+
+    @property
+    def target(self) -> tuple[str, int]:
+        """What it is for."""
+        return self.name, self.part
 
     def plus(self, other: "Total") -> "Total":
         """The sum of two; addition of two numbers commutes bitwise."""
         one, two = sorted((self.history, other.history))
-        return Total(self.name, self.counts + other.counts, hash((one, two)), self.shard)
+        return Total(
+            self.name, self.counts + other.counts, hash((one, two)), self.shard, part=self.part
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A symbolic norm: the gradients that it counts, with the slice of each, in order; how they were put together; whether the root is
+    """A symbolic norm: the gradients that it counts, with the part of the experts and the slice of each, in order; how they were put together; whether the root is
     taken.
     """
 
-    counted: tuple[tuple[str, int], ...]
+    counted: tuple[tuple[str, int, int], ...]
     history: int
     finished: bool = False
 

@@ -1,6 +1,7 @@
 """Derived nodes: the communication, sums and updates that follow from where the core chunks are placed.
 
 * A *gather* makes whole parameters of their shards before each use (``gathers``).
+* An *all-to-all* exchanges what enters and leaves a sharded expert region (``experts``).
 * A *transfer* carries a value to each device group that reads it and does not make it (``transfers``).
 * An *offload* puts what the forward saved into host memory, a *fetch* brings it back for the backward (``offload``).
 * A *sum* adds up a parameter's gradient contributions on each device group that makes some; a *reduction* adds the sums of
@@ -16,6 +17,7 @@ orders that name it survive later directives.
 from piper.ir.dag import Dag
 from piper.ir.derive.buffers import store_buffers
 from piper.ir.derive.builder import Builder
+from piper.ir.derive.experts import find_experts
 from piper.ir.derive.gathers import gather_parameters
 from piper.ir.derive.offload import offload_saved
 from piper.ir.derive.sharding import find_shards
@@ -32,6 +34,7 @@ def derive(dag: Dag) -> Dag:
     be kept equal, or an order names communication that no longer exists.
     """
     builder = Builder.start(dag)
+    builder.experts = find_experts(builder)
     builder.shards = find_shards(builder)
     gather_parameters(builder)
     link(builder)

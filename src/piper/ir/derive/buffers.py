@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from piper.dtypes import DType
 from piper.errors import DirectiveError, PlacementError
 from piper.ids import ValueId
 from piper.ir.dag import Chunk, Replication, Role
@@ -16,13 +17,15 @@ def store_buffers(builder: Builder) -> None:
     writers = {name: builder.makers[v] for name, v in builder.dag.buffer_updates.items()}
     _refuse_distant_readers(builder, writers)
     for name, maker in writers.items():
-        value = builder.dag.buffer_updates[name]
+        value, work = builder.dag.buffer_updates[name], StoreBuffer(name)
         # An unclaimed group is the planner's error: a directive to come may claim it.
         if maker.devices and len(maker.devices) > 1 and maker.replication is not None:
             replication = builder.dag.replications[maker.replication]
             value = _agree(builder, name, value, maker, replication)
+            if replication.buffers == "sum":
+                work = StoreBuffer(name, len(maker.devices))
         tags = builder.region(maker)
-        builder.add(update_chunk(StoreBuffer(name), tags, (value,), maker.devices), [])
+        builder.add(update_chunk(work, tags, (value,), maker.devices), [])
 
 
 def _refuse_distant_readers(builder: Builder, writers: Mapping[str, Chunk]) -> None:
@@ -48,13 +51,20 @@ def _agree(
     if replication.buffers is None:
         raise DirectiveError(
             f"the forward of {maker.label!r} writes buffer {name!r} on replicas {list(maker.devices or ())}, each from its own microbatches: "
-            'single-process training has one sequence of them. Choose Replicate(..., replicated_buffers="first") or "mean", '
+            'single-process training has one sequence of them. Choose Replicate(..., replicated_buffers="sum") for counters, "first" or "mean", '
             "or a model without such buffers"
         )
     info = builder.values[value]
     averaged = replication.buffers == "mean" and info.spec.dtype.is_floating
     assert maker.devices is not None
-    work = AllReduce(average=True) if averaged else Broadcast()
+    if replication.buffers == "sum":
+        if info.spec.dtype is DType.BOOL:
+            raise DirectiveError(
+                f'buffer {name!r} holds truth values, of which replicated_buffers="sum" has no sum; choose "first"'
+            )
+        work: AllReduce | Broadcast = AllReduce()
+    else:
+        work = AllReduce(average=True) if averaged else Broadcast()
     node = communication(
         work, builder.region(maker), (value,), (maker.devices,), replication.reduce_stream
     )

@@ -9,6 +9,7 @@ from msgspec.structs import replace as replace_struct
 from piper.dtypes import DType
 from piper.errors import DirectiveError
 from piper.ids import COMPUTE, NodeId, Stream, ValueId
+from piper.ir.body import TensorSpec
 from piper.ir.core import core_chunks, core_values
 from piper.ir.dag import Chunk, Comm, Dag, DeviceGroup, Node, Pass, Replication, Role, Tags, Value
 from piper.ops.base import Work
@@ -33,6 +34,7 @@ class Builder:
     next_value: int
     makers: dict[ValueId, Chunk]
     shards: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
+    experts: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
     named: dict[tuple[Role, str], ValueId] | None = None
 
     @classmethod
@@ -85,7 +87,7 @@ class Builder:
         buckets: list[list[str]] = []
         size = 0
         for name in names:
-            spec = self.dag.parameters[name].spec
+            spec = self.held_spec(name)
             nbytes = spec.numel() * (dtype or spec.dtype).itemsize
             if not buckets or (limit is not None and size + nbytes > limit):
                 buckets.append([])
@@ -106,6 +108,22 @@ class Builder:
     def parameter(self, name: str) -> ValueId:
         """The value of a parameter that some chunk reads."""
         return self._sources()[Role.PARAMETER, name]
+
+    def held_spec(self, name: str) -> TensorSpec:
+        """Spec of what a device holds of a parameter, of which only the optimizer's state may be cut further: all of it, or its part of the
+        experts.
+        """
+        spec = self.dag.parameters[name].spec
+        if name not in self.experts:
+            return spec
+        (first, *rest), count = spec.shape, len(self.experts[name][0])
+        assert isinstance(first, int)
+        return TensorSpec((first // count, *rest), spec.dtype)
+
+    def copies(self, name: str, devices: DeviceGroup) -> tuple[DeviceGroup, ...]:
+        """*devices*, all of which hold the parameter, in groups of those that hold the same of it: all of it, or the same experts."""
+        groups = [g for g in self.experts.get(name, ()) if set(g) <= set(devices)]
+        return tuple(zip(*groups, strict=True)) if groups else (devices,)
 
     def _sources(self) -> dict[tuple[Role, str], ValueId]:
         if self.named is None:
@@ -130,7 +148,13 @@ class Builder:
                     f"directive {edge.directive} ordered communication that a later directive changed; "
                     "put an Order that names COMM after the directives that place and replicate"
                 )
-        return replace(self.dag, nodes=self.nodes, values=self.values, shards=dict(self.shards))
+        return replace(
+            self.dag,
+            nodes=self.nodes,
+            values=self.values,
+            shards=dict(self.shards),
+            expert_groups=dict(self.experts),
+        )
 
 
 def _key(node: Node) -> Key:

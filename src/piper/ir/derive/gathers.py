@@ -52,7 +52,7 @@ def _gather(
         AllGather(use=chunk.id),
         chunk.tags,
         shards,
-        shard_groups(replication, devices),
+        shard_groups(builder, names[0], replication, devices),
         replication.gather_stream,
         chunk.pass_,
     )
@@ -73,7 +73,12 @@ def _buckets(builder: Builder) -> dict[str, tuple[str, ...]]:
         if level_of(builder, name, replication) is not Level.PARAMETERS or replication is None:
             continue
         regions: tuple[Tags, ...] = tuple(dict.fromkeys(builder.region(c) for c in chunks))
-        key = (regions, builder.dag.parameters[name].spec.dtype, chunks[0].replication)
+        key = (
+            regions,
+            builder.dag.parameters[name].spec.dtype,
+            chunks[0].replication,
+            builder.experts.get(name),
+        )
         order.setdefault(key, []).append(name)
         limits[key] = replication.bucket_bytes
     found: dict[str, tuple[str, ...]] = {}

@@ -25,7 +25,7 @@ def find_shards(builder: Builder) -> dict[str, tuple[DeviceGroup, ...]]:
             replication = builder.replication(chunk)
             if replication is None or chunk.devices is None or not replication.level:
                 continue
-            for group in shard_groups(replication, chunk.devices):
+            for group in shard_groups(builder, name, replication, chunk.devices):
                 if len(group) > 1 and _sharded(builder, name, replication):
                     found.setdefault(name, {})[group] = replication
     shards = {name: tuple(groups) for name, groups in found.items()}
@@ -48,8 +48,20 @@ def _sharded(builder: Builder, name: str, replication: Replication) -> bool:
     return replication.level is Level.PARAMETERS or bool(builder.dag.contributions.get(name))
 
 
-def shard_groups(replication: Replication, devices: DeviceGroup) -> tuple[DeviceGroup, ...]:
-    """The groups within which the parameters of a node on *devices* are sharded."""
+def shard_groups(
+    builder: Builder, name: str, replication: Replication, devices: DeviceGroup
+) -> tuple[DeviceGroup, ...]:
+    """The groups within which parameter *name* of a node on *devices* is sharded: the replication's lists, of which each is cut into those
+    devices that hold the same experts if experts are sharded.
+    """
+    lists = _lists(replication, devices)
+    copies = builder.copies(name, devices)
+    return tuple(
+        mine for same in copies for inner in lists if (mine := tuple(d for d in inner if d in same))
+    )
+
+
+def _lists(replication: Replication, devices: DeviceGroup) -> tuple[DeviceGroup, ...]:
     if not replication.shard_groups:
         return (devices,)
     inside = tuple(g for g in replication.shard_groups if set(g) <= set(devices))
@@ -79,7 +91,7 @@ def _check_equal(
 def shard_spec(builder: Builder, name: str, role: Role) -> TensorSpec:
     """Spec of one slice of a parameter, or of its gradient, padding included. The only slice is the whole tensor, in its own shape."""
     dag = builder.dag
-    spec = dag.parameters[name].spec
+    spec = builder.held_spec(name)
     if role is Role.SHARD:
         dtype = dag.master_dtype(name)
     else:

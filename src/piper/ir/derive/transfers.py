@@ -1,40 +1,60 @@
 """Transfers: a value travels to each device group that reads it and does not make it."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from msgspec.structs import replace
 
 from piper.errors import PlacementError
-from piper.ids import Stream, ValueId
+from piper.ids import NodeId, Stream, ValueId
 from piper.ir.dag import Chunk, DeviceGroup
 from piper.ir.derive.builder import P2P_STREAM, Builder, communication
+from piper.ir.derive.experts import Exchange
 from piper.ops.p2p import Transfer
 
 
 def link(builder: Builder) -> None:
-    """Let every core chunk read values that are on its devices."""
-    arrived: dict[tuple[ValueId, DeviceGroup], ValueId] = {}
-    for chunk in builder.core():
-        inputs = tuple(_bring(builder, v, chunk, arrived) for v in chunk.inputs)
+    """Let every core chunk read values that are on its devices, and of its experts."""
+    core = {chunk.id: chunk for chunk in builder.core()}
+    links = _Links(builder, core)
+    for chunk in core.values():
+        inputs = tuple(links.bring(v, chunk) for v in chunk.inputs)
         if inputs != chunk.inputs:
             builder.nodes[chunk.id] = replace(chunk, inputs=inputs)
 
 
-def _bring(
-    builder: Builder,
-    value: ValueId,
-    reader: Chunk,
-    arrived: dict[tuple[ValueId, DeviceGroup], ValueId],
-) -> ValueId:
-    maker = builder.makers.get(value)
-    if maker is None or maker.devices is None or reader.devices in (None, maker.devices):
-        return value
-    assert reader.devices is not None
-    key = (value, reader.devices)
-    if key not in arrived:
-        stream = maker.p2p_stream or reader.p2p_stream or P2P_STREAM
-        arrived[key] = transfer(builder, value, maker, reader.devices, reader.label, stream)
-    return arrived[key]
+class _Links:
+    """Brings values to their readers."""
+
+    def __init__(self, builder: Builder, core: Mapping[NodeId, Chunk]) -> None:
+        self._builder = builder
+        self._arrived: dict[tuple[ValueId, DeviceGroup], ValueId] = {}
+        self._exchange = Exchange(builder, core, self._move)
+
+    def bring(self, value: ValueId, reader: Chunk) -> ValueId:
+        """*value* as *reader* reads it: first out of its maker's sharded region, then to the reader's devices, then into its region."""
+        maker = self._builder.makers.get(value)
+        if maker is None or maker.devices is None or reader.devices is None:
+            return value
+        if maker.sharding is not None and reader.sharding is None:
+            return self._move(self._exchange.leave(value, maker), reader, maker)
+        here = self._move(value, reader, maker)
+        if maker.sharding is None and reader.sharding is not None:
+            return self._exchange.enter(here, reader)
+        return here
+
+    def _move(self, value: ValueId, reader: Chunk, maker: Chunk | None = None) -> ValueId:
+        builder = self._builder
+        maker = maker or builder.makers.get(value)
+        if maker is None or maker.devices is None or reader.devices in (None, maker.devices):
+            return value
+        assert reader.devices is not None
+        key = (value, reader.devices)
+        if key not in self._arrived:
+            stream = maker.p2p_stream or reader.p2p_stream or P2P_STREAM
+            arrived = transfer(builder, value, maker, reader.devices, reader.label, stream)
+            self._arrived[key] = arrived
+        return self._arrived[key]
 
 
 def transfer(

@@ -45,6 +45,7 @@ class Use:
     level: Level
     counts: tuple[int, ...]
     dtype: DType
+    experts: tuple[DeviceGroup, ...] | None
 
 
 def synchronise(builder: Builder) -> None:
@@ -138,6 +139,7 @@ def _use(
         level=level_of(builder, parameter, builder.replication(makers[0])),
         counts=tuple(len(vs) for vs in by_group.values()),
         dtype=builder.values[values[0]].spec.dtype,
+        experts=builder.experts.get(parameter),
     )
 
 
@@ -203,11 +205,18 @@ class _Bucket:
             yield self._final(sent, scale, group, (group,))
 
     def owners(self) -> Group:
-        """The devices that hold each gradient once: one copy, or the slices of one group."""
+        """The devices that hold each gradient once: one copy, or the slices of one group, of each part of the experts."""
         first = self.use.holders[0]
         if first is None:
             return None
-        return first[:1] if self.use.level is Level.NONE else self._groups(first)[0]
+        if self.use.level is Level.NONE:
+            return tuple(same[0] for same in self._copies(first))
+        inner = self._groups(first)
+        return tuple(
+            d
+            for same in self._copies(first)
+            for d in next(group for group in inner if group[0] in same)
+        )
 
     def _final(
         self,
@@ -295,13 +304,20 @@ class _Bucket:
         }
 
     def _reduce_whole(self, sums: Mapping[Group, tuple[ValueId, ...]]) -> Sequence[ValueId]:
-        """Add the sums of all devices that hold the parameters."""
-        members = self._devices() or ()
+        """Add the sums of all devices that hold the parameters, or the same experts of them."""
         values = tuple(v for group in sums.values() for v in group)
-        if len(members) <= 1:
+        copies = [self._copies(group) for group in self.use.holders if group is not None]
+        members = tuple(
+            tuple(d for group in same for d in group) for same in zip(*copies, strict=True)
+        )
+        if not members or len(members[0]) <= 1:
             return values
-        node = communication(AllReduce(), self.use.region, values, (members,), self.stream)
+        node = communication(AllReduce(), self.use.region, values, members, self.stream)
         return self.builder.add(node, self._whole())
+
+    def _copies(self, devices: DeviceGroup) -> tuple[DeviceGroup, ...]:
+        """*devices* in groups of those that hold the same."""
+        return self.builder.copies(self.names[0], devices)
 
     def _scatter_sums(
         self, sums: Mapping[Group, tuple[ValueId, ...]]
@@ -345,15 +361,21 @@ class _Bucket:
     def _groups(self, devices: Group) -> tuple[DeviceGroup, ...]:
         assert devices is not None
         assert self.replication is not None
-        return shard_groups(self.replication, devices)
+        return shard_groups(self.builder, self.names[0], self.replication, devices)
 
     def _reduce_slices(self, sums: Mapping[Group, tuple[ValueId, ...]]) -> Sequence[ValueId]:
         """Add the slices of all groups that shard the parameters, slice by slice."""
         values = tuple(v for group in sums.values() for v in group)
-        groups = [inner for group in self.use.holders for inner in self._groups(group)]
-        if len(groups) <= 1:
+        groups: dict[int, list[DeviceGroup]] = {}  # by the part of the experts
+        for group in self.use.holders:
+            assert group is not None
+            copies = self._copies(group)
+            for inner in self._groups(group):
+                part = next(i for i, same in enumerate(copies) if inner[0] in same)
+                groups.setdefault(part, []).append(inner)
+        if len(groups[0]) <= 1:
             return values
-        members = tuple(zip(*groups, strict=True))
+        members = tuple(slices for alike in groups.values() for slices in zip(*alike, strict=True))
         node = communication(AllReduce(), self.use.region, values, members, self.stream)
         return self.builder.add(node, self._slices(Role.TOTAL))
 

@@ -1,0 +1,115 @@
+"""Shard: expert parallelism."""
+
+from typing import Literal
+
+from msgspec import field
+from msgspec.structs import replace
+
+from piper.directives.base import Directive, directive, matching_chunks
+from piper.directives.place import device_group
+from piper.errors import DirectiveError, PlacementError
+from piper.ids import NodeId, Stream
+from piper.ir.core import core_chunks
+from piper.ir.dag import Chunk, Dag, DeviceGroup, Sharding
+from piper.ir.edit import Edit, add_sharding, replace_nodes
+from piper.ir.experts import Cut, expert_groups, shard_regions
+from piper.ir.select import FilterValue, Selector
+
+EXPERT_STREAM = Stream("all_to_all")
+"""The stream of the all-to-all unless a directive names another."""
+
+
+@directive
+class Shard(Directive, frozen=True):
+    """Expert parallelism: each device of a group holds an equal part of the matched regions' experts, and works on the tokens that all
+    devices of the group have for these.
+
+    A region's parameters are cut along dimension 0, the experts. What enters and leaves it is exchanged by an all-to-all on
+    ``stream`` (one of its own by default), in the backward too. Two forms, told apart by how the region is written:
+
+    * *capacity*: ``x[E, C, d] → [E, C, d']``, equally many tokens for each expert;
+    * *dropless*: rows ``[N, d]`` sorted by expert and counts ``[E]`` (int64) ``→ [N, d']``, with the products of
+      :func:`piper.grouped_mm`. There is room on each device for all tokens of the group, or, with ``capacity_factor`` f, for f·N: more
+      is an error that says by how many.
+
+    The region must work on each expert's tokens alone: operations that mix them are refused, as are literal sizes that do not follow from
+    its tensors. Parameters that match a pattern in ``replicated`` are held whole by every device.
+
+    ``devices`` is ``"placed"`` (the group that each matched node is on) or a list (which then also places nodes that are not placed
+    yet). A list of lists, ``[[0, 1], [2, 3]]``, shards within the inner lists and replicates across. A ``Replicate`` of the region, before or
+    after, reduces its gradients over the replicas of the same experts only. Matching some chunks of a region matches the region.
+
+    Before ``Shard({"EP": 0}, devices="placed")`` with everything on ``[0, 1]``, for 8 experts::
+
+        F ──x[8, C, d]──▶ F EP=0 ──y[8, C, d]──▶ F
+
+    After::
+
+        F ──x──▶ all_to_all 0,1 ──x'[4, 2·C, d]──▶ F EP=0 ──y'──▶ all_to_all 0,1 ──y──▶ F
+
+    Raises :class:`DirectiveError` for a number of experts that the devices do not divide, a parameter without experts, a region that mixes
+    experts or tokens; :class:`PlacementError` for devices that are not the region's.
+    """
+
+    filter: dict[str, FilterValue]
+    devices: list[int | list[int]] | Literal["placed"] = "placed"
+    stream: str | None = None
+    capacity_factor: float | None = None
+    replicated: list[str] = field(default_factory=list)
+
+    def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise DirectiveError(f"capacity_factor is positive, found {self.capacity_factor}")
+        tags = {chunk.tags for chunk in matching_chunks(dag, selector, self.filter)}
+        lists = self._lists()
+        claimed = {
+            chunk.id: self._claim(dag, chunk, len(dag.shardings), lists)
+            for chunk in core_chunks(dag).values()
+            if chunk.tags in tags
+        }
+        groups = {g for c in claimed.values() for g in expert_groups(c, lists)}
+        counts = {len(g) for g in groups}
+        if len(counts) > 1:
+            raise PlacementError(
+                f"the groups within which experts are sharded must have equal sizes, found {sorted(map(list, groups))}"
+            )
+        placed = replace_nodes(dag, claimed).dag
+        if counts == {1}:  # nothing to share
+            alone: dict[NodeId, Chunk] = {n: replace(c, sharding=None) for n, c in claimed.items()}
+            return replace_nodes(dag, alone)
+        cut = Cut(counts.pop(), self.capacity_factor, tuple(self.replicated))
+        sharded = shard_regions(placed, claimed, cut)
+        return add_sharding(
+            placed,
+            Sharding(number, Stream(self.stream) if self.stream else EXPERT_STREAM, lists),
+            sharded.chunks,
+            sharded.values,
+            sharded.bodies,
+        )
+
+    def _lists(self) -> tuple[DeviceGroup, ...]:
+        """The lists of ``devices``; empty for ``"placed"``."""
+        if self.devices == "placed":
+            return ()
+        flat = [d for d in self.devices if isinstance(d, int)]
+        nested = tuple(device_group(list(d)) for d in self.devices if not isinstance(d, int))
+        if flat and nested:
+            raise PlacementError(
+                f"devices is a list of devices or a list of lists, found {self.devices}"
+            )
+        device_group([*flat, *(d for group in nested for d in group)])
+        return nested or (device_group(flat),)
+
+    def _claim(self, dag: Dag, chunk: Chunk, index: int, lists: tuple[DeviceGroup, ...]) -> Chunk:
+        if chunk.sharding is not None:
+            first = dag.shardings[chunk.sharding].directive
+            raise DirectiveError(
+                f"node {chunk.label!r} is sharded twice: by directive {first} and by this one"
+            )
+        if chunk.devices is not None:
+            return replace(chunk, sharding=index)
+        if not lists:
+            raise PlacementError(
+                f'node {chunk.label!r} is not placed yet; devices="placed" shards over the devices that a Place before it chose'
+            )
+        return replace(chunk, devices=tuple(d for g in lists for d in g), sharding=index)

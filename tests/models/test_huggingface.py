@@ -1,0 +1,82 @@
+"""Unmodified Qwen3-MoE and Mixtral: their experts as regions, under pipeline × experts × data parallelism."""
+
+import pytest
+import torch
+from tests.cases.equal import assert_equal, randint
+from torch import nn
+from torch.nn import functional
+
+import piper
+from piper.errors import ConfigError
+from piper.models.huggingface import annotate_experts
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+    "output_router_logits": True,
+}
+
+
+def qwen3() -> nn.Module:
+    sizes = {"num_experts": 4, "moe_intermediate_size": 6, "intermediate_size": 8, "head_dim": 8}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **sizes))
+
+
+def mixtral() -> nn.Module:
+    sizes = {"num_local_experts": 4, "intermediate_size": 6}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **sizes))
+
+
+def loss(outputs: object, targets: torch.Tensor) -> torch.Tensor:
+    logits = outputs.logits  # type: ignore[attr-defined]
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("make", "replicas"),
+    [(qwen3, 1), pytest.param(mixtral, 2, marks=pytest.mark.full), (mixtral, 1)],
+)
+def test_trains_under_pipeline_experts_and_data_parallelism(make, replicas):
+    torch.manual_seed(0)
+    model = make().double()
+    model.set_experts_implementation("eager")
+    ids = randint(16, 16, 4)
+    before = model(input_ids=ids).logits
+    assert annotate_experts(model) == 2
+    torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-12, atol=1e-12)
+    for index, layer in enumerate(model.model.layers):
+        piper.annotate_module(layer, "PP", index)
+    pairs = [[d, d + 1] for d in range(0, 4 * replicas, 2)]
+    devices = list(range(4 * replicas))
+    stages = [devices[: 2 * replicas], devices[2 * replicas :]]
+    strategy = [
+        *piper.placements.chain(stages),
+        piper.Replicate({}, shard_optimizer=True),
+        piper.Shard({"EP": "*"}, devices=pairs),
+        piper.Split({}, num_microbatches=2),
+        *piper.schedules.one_f_one_b(2, 2),
+    ]
+    plan = assert_equal(model, loss, strategy, ({"input_ids": ids}, ids.roll(1, 1)), steps=1)
+    assert plan.dag.expert_groups["model.layers.1.mlp.experts.down_proj"] == tuple(
+        map(tuple, pairs[replicas:])
+    )
+
+
+def test_a_model_without_experts():
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
+        annotate_experts(transformers.LlamaForCausalLM(config))
