@@ -9,9 +9,9 @@ from rich.text import Text
 from piper.cli.plan import make_program, optimizer_bytes
 from piper.cli.simulate import Choice
 from piper.errors import ConfigError, PlanError
+from piper.plan.account import gloo_frame
 from piper.plan.costs import Costs, UnitCosts
 from piper.simulate import simulate
-from piper.simulate.memory import gloo_frame
 from piper.simulate.timeline import Source, Timeline, load_timeline
 from piper.training.config import load_config
 from piper.training.model import make_skeleton

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from piper.ids import DeviceId, Slot
+from piper.ir.dag import DeviceGroup
 from piper.ops.all_reduce import AllReduceBucket
 from piper.ops.grad_norm import CombineParts, FinishNorm, MeasureGradients, Norm
 from piper.ops.update import OptimizerStep
