@@ -1,6 +1,5 @@
 """Shard: small expert regions against plain PyTorch, forced routings, what is refused and how."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -34,10 +33,10 @@ STEPS = 2
 
 
 @cache
-def prepared(make: Callable[..., nn.Module], *arguments: object) -> tuple[nn.Module, Captured]:
+def prepared(make: type[nn.Module], *arguments: object) -> tuple[nn.Module, Captured]:
     """The model that *make* makes, in float64, and its capture; the rows of a batch do not matter to it."""
     model = staged(make(*arguments)).double()
-    batch = dropless_batch if make is Dropless else capacity_batch
+    batch = dropless_batch if issubclass(make, Dropless) else capacity_batch
     return model, capture_with_constants(model, mse, batch(8))
 
 
@@ -132,6 +131,24 @@ def test_too_many_tokens_name_the_region_and_by_how_many():
     with pytest.raises(RunError, match=r"EP=0.*received 8 tokens.*3 more than the 5") as caught:
         assert_equal(Dropless, strategy, batch)
     assert not isinstance(caught.value, CommunicationError)
+
+
+class Residual(Dropless):
+    """What the region adds to a row, it would add to those that no expert has."""
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        routed = sort_by_expert(self.scale(x), chosen[:, None], EXPERTS)
+        with piper.annotate("EP", 0):
+            rows = piper.grouped_mm(routed.rows, self.up, routed.counts).tanh()
+            rows = piper.grouped_mm(rows, self.down, routed.counts) + routed.rows
+        return self.scale(routed.unsort(rows)) + x
+
+
+def test_rows_without_an_expert_must_come_out_as_zeros():
+    strategy = [*PAIR, piper.Shard({"EP": 0}), piper.Split({}, num_microbatches=2)]
+    assert_equal(Residual, strategy, dropless_batch(16, ROUTINGS["random"](16)))
+    with pytest.raises(RunError, match=r"counts are of 0 of 4 rows.*not known to be zero"):
+        assert_equal(Residual, strategy, dropless_batch(16, torch.full((16,), EXPERTS)))
 
 
 class Capacity(nn.Module):

@@ -81,7 +81,8 @@ class ExpertLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
     """How a value is cut by experts.
 
     ``other`` is the value's spec on the other side of the region's border: inside the region of a value that enters it, outside of one
-    that leaves it. For CAPACITY, ``sizes`` are the sizes outside, merged dimensions taken apart (-1: the tokens').
+    that leaves it. For CAPACITY, ``sizes`` are the sizes outside, merged dimensions taken apart (-1: the tokens'). For ROWS,
+    ``complete`` says that every row must belong to an expert: what the region makes of others is not known to be zero.
     """
 
     kind: LayoutKind
@@ -89,6 +90,7 @@ class ExpertLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
     sizes: tuple[int, ...] = ()
     expert_dim: int = 0
     token_dim: int = 0
+    complete: bool = False
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):

@@ -371,7 +371,7 @@ class _Sharder:
             info = self.dag.values[value]
             border: ExpertLayout | None = None
             if self._leaves(value) and not label.is_plain and info.role is not Role.CONTRIBUTION:
-                border = self._layout(state, info.spec, label, info.spec)
+                border = self._layout(state, info.spec, label, info.spec, leaves=True)
             self.labels[value] = label
             self.values[value] = replace(info, spec=scale.spec(info.spec, label), experts=border)
         identity = body_id(body)
@@ -380,7 +380,13 @@ class _Sharder:
         self.chunks[chunk.id] = replace(chunk, work=replace(chunk.work, body=identity))
 
     def _layout(
-        self, state: _State, whole: TensorSpec, label: Label, other: TensorSpec
+        self,
+        state: _State,
+        whole: TensorSpec,
+        label: Label,
+        other: TensorSpec,
+        *,
+        leaves: bool = False,
     ) -> ExpertLayout:
         if label.counts:
             return ExpertLayout(LayoutKind.COUNTS, other)
@@ -389,7 +395,7 @@ class _Sharder:
                 raise DirectiveError(
                     f"a tensor {whole} that enters it does not have its rows first"
                 )
-            return ExpertLayout(LayoutKind.ROWS, other)
+            return ExpertLayout(LayoutKind.ROWS, other, complete=leaves and not label.zeros)
         sizes: list[int] = []
         place: dict[Axis, int] = {}
         for dim in label.dims:

@@ -197,7 +197,20 @@ def _plain_results(op: Operation) -> Iterable[Label]:
 
 def _elementwise(op: Operation) -> Result:
     dims = _broadcast(op, op.inputs, len(op.result().shape))
-    return op.done(Label(dims, _linear(op)), *(Label(dims) for _ in op.call.results[1:]))
+    label = Label(dims, _linear(op), zeros=_stays_zero(op))
+    return op.done(label, *(Label(dims) for _ in op.call.results[1:]))
+
+
+def _stays_zero(op: Operation) -> bool:
+    """Whether zeros give zeros."""
+    kind = op.name.partition(".")[2]
+    first = bool(op.inputs) and op.inputs[0].zeros
+    if kind in _SUMS:
+        scalars = len([arg for arg in op.call.args[:2] if arg != 0]) > len(op.inputs)
+        return not scalars and all(label.zeros for label in op.inputs)
+    if kind == "mul":
+        return any(label.zeros for label in op.inputs)
+    return first and (kind in _ZERO_TO_ZERO or kind.endswith("_backward"))
 
 
 def _alike(op: Operation) -> Result:
@@ -249,6 +262,32 @@ def _linear(op: Operation) -> frozenset[Axis]:
 
 
 _SUMS = ("add", "sub")
+_ZERO_TO_ZERO = frozenset(
+    [
+        "abs",
+        "alias",
+        "clone",
+        "contiguous",
+        "convert_element_type",
+        "detach",
+        "div",
+        "elu",
+        "erf",
+        "gelu",
+        "hardswish",
+        "leaky_relu",
+        "mish",
+        "neg",
+        "relu",
+        "sign",
+        "silu",
+        "sin",
+        "sqrt",
+        "square",
+        "tanh",
+        "_to_copy",
+    ]
+)
 _KEEPING = ("neg", "clone", "alias", "detach", "_to_copy", "convert_element_type", "cumsum")
 
 
@@ -298,7 +337,7 @@ def _grouped_mm(op: Operation) -> Result:
     _counts(op)
     if weights.dims[0] != (op.region.factor(Axis.EXPERTS),) or weights.dims[1] != rows.dims[1]:
         raise op.refuse("expects weights [experts, features of the rows, …]")
-    return op.done(Label((rows.dims[0], op.unsummed(weights).dims[2])))
+    return op.done(Label((rows.dims[0], op.unsummed(weights).dims[2]), zeros=True))
 
 
 def _grouped_outer(op: Operation) -> Result:
@@ -331,7 +370,7 @@ def _view(op: Operation) -> Result:
         raise op.refuse(
             f"to {op.result()} has a size that does not follow from the tensor's experts and tokens (a literal size?)"
         )
-    return op.resized(1, Label(dims, source.summed, source.counts))
+    return op.resized(1, Label(dims, source.summed, source.counts, source.zeros))
 
 
 def _expand(op: Operation) -> Result:
@@ -357,7 +396,8 @@ def _permute(op: Operation) -> Result:
     elif rank > 1:
         a, b = (0, 1) if op.name == "aten.t" else (op.number(1) % rank, op.number(2) % rank)
         order[a], order[b] = order[b], order[a]
-    return op.done(Label(tuple(source.dims[i] for i in order), source.summed))
+    dims = tuple(source.dims[i] for i in order)
+    return op.done(Label(dims, source.summed, zeros=source.zeros))
 
 
 def _unsqueeze(op: Operation) -> Result:
@@ -397,7 +437,7 @@ def _replaced(op: Operation, source: Label, dim: int, number: int, *, gone: bool
         del dims[dim]
     else:
         dims[dim] = op.region.sizes.plain(op.shape(number)[dim])
-    return Label(tuple(dims), source.summed)
+    return Label(tuple(dims), source.summed, zeros=source.zeros)
 
 
 def _has_axes(dim: DimLabel) -> bool:
@@ -415,7 +455,7 @@ def _part_backward(op: Operation) -> Result:
         if _has_axes(dims[dim]):
             raise op.refuse("takes some experts or tokens out of all by their number")
         dims[dim] = whole
-    return op.resized(1, Label(tuple(dims), source.summed))
+    return op.resized(1, Label(tuple(dims), source.summed, zeros=source.zeros))
 
 
 def _join(op: Operation) -> Result:
@@ -431,7 +471,8 @@ def _join(op: Operation) -> Result:
         raise op.refuse("joins tensors of different experts or tokens")
     dims = list(rest.pop())
     dims.insert(dim, op.region.sizes.plain(op.shape()[dim]))
-    return op.done(Label(tuple(dims), summed.pop()))
+    zeros = all(label.zeros for label in labels)
+    return op.done(Label(tuple(dims), summed.pop(), zeros=zeros))
 
 
 def _pad(op: Operation) -> Result:

@@ -37,11 +37,14 @@ DimLabel: TypeAlias = tuple[Factor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The factors of each dimension, and the axes that the tensor is a sum over; whether it counts tokens by expert."""
+    """The factors of each dimension, and the axes that the tensor is a sum over; whether it counts tokens by expert; whether rows of a
+    dropless region that belong to no expert are known to be zeros.
+    """
 
     dims: tuple[DimLabel, ...]
     summed: frozenset[Axis] = frozenset()
     counts: bool = False
+    zeros: bool = False
 
     @property
     def axes(self) -> tuple[Axis, ...]:

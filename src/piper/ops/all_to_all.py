@@ -59,14 +59,16 @@ class AllToAllRows(Work, frozen=True):
     """Every member gets the rows of its experts, however many: ``[N, …]``, sorted by expert, becomes ``[bound, …]``, sorted by expert, then
     by sender, with zeros at the end; ``back``: the inverse.
 
-    Inputs: the rows, the member's own counts ``[E]``, and what :class:`AllToAllCounts` made of them, ``[n, E/n]``. The receiving shape is
+    With ``complete`` it is an error if the counts are of fewer than all rows (those behind come back as zeros). Inputs: the rows, the
+    member's own counts ``[E]``, and what :class:`AllToAllCounts` made of them, ``[n, E/n]``. The receiving shape is
     the memory bound: more rows than it has are an error.
     """
 
     back: bool = False
+    complete: bool = False
 
     def lower(self, site: Site) -> Instruction:
-        return ExchangeRows.at(site, back=self.back)
+        return ExchangeRows.at(site, back=self.back, complete=self.complete)
 
 
 @instruction
@@ -128,6 +130,7 @@ class ExchangeRows(BucketCollective, frozen=True, kw_only=True):
     role: ClassVar[str] = "all_to_all_rows"
 
     back: bool = False
+    complete: bool = False
 
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
@@ -142,6 +145,11 @@ class ExchangeRows(BucketCollective, frozen=True, kw_only=True):
         outwards = [sum(counts[i : i + mine]) for i in range(0, len(counts), mine)]
         inwards = [sum(each) for each in received]
         width = _width(message)
+        if self.complete and sum(counts) != message.shape[0]:
+            raise RunError(
+                f"the counts are of {sum(counts)} of {message.shape[0]} rows; what the region makes of the others is not known to be zero "
+                "(it adds something to them, for instance): do that outside of the region, or give every row an expert"
+            )
         if self.back:
             flat = device.rows_by_sender(rows, received)
             given, taken = inwards, outwards

@@ -73,7 +73,7 @@ class Exchange:
             counts = self._counts_of(chunk)
             self._exchange(counts, chunk, self._layout(counts), back=False)
             inputs = (value, counts, self.counted[counts, sharing(self.builder, chunk)])
-            work = AllToAllRows(back)
+            work = AllToAllRows(back, layout.complete)
         info = self.builder.values[value]
         result = replace(info, spec=layout.other, experts=None)
         return self._add(work, chunk, inputs, [result])[0]
