@@ -1,12 +1,14 @@
-"""Throughput of a pipeline of two workers under 1F1B: Piper against ``torch.distributed.pipelining.Schedule1F1B``.
+"""Throughput of a pipeline of two workers: Piper against ``torch.distributed.pipelining``'s class for the same schedule.
 
 Both train the model of ``examples/gpt_stdlib.toml`` in the same two processes, one thread each, each pinned to its own core,
 on the same batches and microbatches, with the same optimizer step, in alternating rounds. Piper runs as under Ray: a
-:class:`~piper.runtime.worker.Worker` per process with gloo communicators. First over the loopback device, then over a link of
-100 Mbit/s between two network namespaces (needs root; skipped with a message otherwise).
+:class:`~piper.runtime.worker.Worker` per process with gloo communicators. Under 1F1B each rank has one stage, under the other schedules
+two. First over the loopback device, then over a link of 100 Mbit/s between two network namespaces (needs root; skipped with a
+message otherwise).
 
-Printed per link: the ratio of minima and the median of the ratios within a round, of torch's time over Piper's: above 1
-means that Piper is faster.
+Before anything is timed, losses and gradients of one step are compared. Printed per link and schedule: the ratio of minima and the median
+of the ratios within a round, of torch's time over Piper's (above 1 means that Piper is faster); and Piper's step beside its *bound*, the length
+of the simulated step (its critical path) with the times that its chunks, its other local work and messages take by themselves.
 """
 
 import argparse
@@ -14,166 +16,177 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 from benchmarks.links import LOOPBACK, Link, exchange, free_port, limited
-from benchmarks.processes import OneOf, join, launch, pinned
-from benchmarks.stages import Stage
+from benchmarks.pipelines import (
+    KINDS,
+    MICROBATCHES,
+    RANKS,
+    ROWS,
+    PiperSide,
+    Setup,
+    Side,
+    TorchSide,
+    check_equal,
+)
+from benchmarks.processes import join, launch, pinned
 from benchmarks.support import busy_seconds, compared, machine, spread
 from torch._C._distributed_c10d import Store
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from piper import strategies
-from piper.api.programs import Programs, model_tensors
-from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
-from piper.runtime.batch import Batch
-from piper.runtime.state import OptimizerSpec, ParamsArgument
+from piper.devices.gloo import GlooCommunicator
+from piper.devices.links import LinkTimes, answer_link, measure_link
+from piper.ids import DeviceId
+from piper.plan.profile import Profile
+from piper.runtime.profiling import Measured, Replay
+from piper.simulate import simulate
+from piper.simulate.critical import shares
 
 CONFIG = Path(__file__).parent.parent / "examples" / "gpt_stdlib.toml"
-NUM_STAGES = 2
-MICROBATCHES = 8
-ROWS = 4
 WARM_UP = 2
+REPLAYS = 5
 MESSAGE = 1 << 17
+LINK_MESSAGES = 3
+
+GOALS = {"1f1b": 1.15, "interleaved": 1.15, "zbv": 1.0, "dualpipev": 1.3}
+"""Of the ratios over the limited link; 1.0 over the loopback device."""
+
+BOUND_GOAL = 0.95
 
 
-class Setup(msgspec.Struct, frozen=True):
-    """What the processes are told. They meet on ``port`` of the first one."""
+class Bound(msgspec.Struct, frozen=True):
+    """What a step would take if nothing cost more than by itself: seconds, those of the chunks of each rank, the number of instructions of
+    each rank, and what the critical path is made of, in words.
+    """
 
-    link: Link
-    port: int
-    rounds: int
-    steps: int
-    seq_len: int
-    width: int
-    layers: int
-    heads: int
-    profile: str = ""
+    seconds: float
+    compute: tuple[float, ...]
+    instructions: tuple[int, ...]
+    path: str
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What they measured: seconds per step of each variant in each round, processor seconds likewise by rank, the cores that
-    others kept busy meanwhile, and the seconds that one message of :data:`MESSAGE` bytes takes."""
+    """What was measured, by schedule and ``piper`` or ``torch``: seconds per step in each round, processor seconds likewise by rank;
+    the bound and the largest error of a gradient by schedule; the cores that others kept busy meanwhile, and the seconds that one message of
+    :data:`MESSAGE` bytes takes."""
 
-    seconds: dict[str, list[float]]
-    cpu: list[dict[str, list[float]]]
+    seconds: dict[str, dict[str, list[float]]]
+    cpu: list[dict[str, dict[str, list[float]]]]
+    bounds: dict[str, Bound]
+    errors: dict[str, float]
     foreign: float
     message: float
-
-
-def build_model(setup: Setup) -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(
-        TransformerConfig(
-            context=setup.seq_len,
-            width=setup.width,
-            num_layers=setup.layers,
-            num_heads=setup.heads,
-            num_stages=NUM_STAGES,
-        )
-    )
-
-
-def build_optimizer(parameters: ParamsArgument) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=5e-4, betas=(0.9, 0.99), weight_decay=0.1)
-
-
-def batch_of(step: int, setup: Setup) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, 256, (MICROBATCHES * ROWS, setup.seq_len + 1), generator=generator)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-Run = Callable[[int, int], list[float]]
-"""``run(first, count)``: training steps first, first + 1, …; the microbatch losses, on the last stage."""
-
-
-def piper_run(rank: int, setup: Setup, store: Store) -> Run:
-    model = build_model(setup)
-    strategy = strategies.pipeline("1f1b", [[0], [1]], MICROBATCHES)
-    program = Programs(model, transformer_loss, strategy).training(batch_of(0, setup))
-    backend = OneOf(rank, NUM_STAGES, store, setup.link.addresses[rank])
-    backend.start(NUM_STAGES)
-    backend.load("train", program.plan, program.signature, program.constants)
-    backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
-
-    def run(first: int, count: int) -> list[float]:
-        # A function of the step, as `trainer.fit` passes it on: before each step the workers agree to run it.
-        done = backend.run(
-            "train", partial(batch_of, setup=setup), first_step=first, num_steps=count
-        )
-        return [value for step in done.steps for value in step.values.get("loss", {}).values()]
-
-    return run
-
-
-def torch_run(rank: int, setup: Setup) -> Run:
-    stage = Stage(build_model(setup), rank, NUM_STAGES)
-    pipeline_stage = PipelineStage(stage, rank, NUM_STAGES, torch.device("cpu"))
-    schedule = Schedule1F1B(pipeline_stage, MICROBATCHES, loss_fn=transformer_loss)
-    parameters: list[torch.Tensor] = list(stage.parameters())
-    optimizer = build_optimizer(parameters)
-
-    def run(first: int, count: int) -> list[float]:
-        found: list[float] = []
-        for step in range(first, first + count):
-            inputs, targets = batch_of(step, setup)
-            losses: list[torch.Tensor] = []
-            if rank == 0:
-                schedule.step(inputs, return_outputs=False)
-            else:
-                schedule.step(target=targets, losses=losses, return_outputs=False)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            found += [loss.item() for loss in losses]
-        return found
-
-    return run
 
 
 def work(rank: int, setup: Setup) -> None:
     """One process. Rank 0 prints the rounds as JSON."""
     pinned(rank)
-    store = join(rank, NUM_STAGES, setup.link, setup.port)
-    variants = {"torch": torch_run(rank, setup), "piper": piper_run(rank, setup, store)}
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    losses: dict[str, list[float]] = {"torch": [], "piper": []}
-    cpu: dict[str, list[float]] = {name: [] for name in variants}
+    store = join(rank, RANKS, setup.link, setup.port)
+    ours = {name: PiperSide(name, rank, setup, store) for name in setup.schedules}
+    theirs = {name: TorchSide(name, rank, setup) for name in setup.schedules}
+    errors = {name: check_equal(name, ours[name], theirs[name]) for name in setup.schedules}
+    bounds = find_bounds(rank, setup, store, ours)
+    sides: dict[str, dict[str, Side]] = {
+        name: {"torch": theirs[name], "piper": ours[name]} for name in setup.schedules
+    }
     busy, started = busy_seconds(), time.perf_counter()
     own = time.process_time()
     message = min(exchange(rank, MESSAGE) for _ in range(5))
     profiler = _Profiler(setup.profile, rank)
-    for turn in range(WARM_UP + setup.rounds):
-        for name, run in variants.items():
-            first = turn * setup.steps
-            dist.barrier()
-            began, used = time.perf_counter(), time.process_time()
-            with profiler.watching(name, turn >= WARM_UP):
-                losses[name] += run(first, setup.steps)
-            used = time.process_time() - used
-            dist.barrier()
-            took = (time.perf_counter() - began) / setup.steps
-            if turn >= WARM_UP:
-                seconds[name].append(took)
-                cpu[name].append(used / setup.steps)
+    seconds, cpu = rounds_of(sides, setup, profiler)
     elapsed = time.perf_counter() - started
     mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
     dist.all_reduce(mine)
     foreign = (busy_seconds() - busy - mine.item()) / elapsed
     profiler.report()
-    torch.testing.assert_close(losses["piper"], losses["torch"], rtol=1e-3, atol=0.0)
-    everyone: list[dict[str, list[float]]] = [{} for _ in range(NUM_STAGES)]
+    everyone: list[dict[str, dict[str, list[float]]]] = [{} for _ in range(RANKS)]
     dist.all_gather_object(everyone, cpu)
+    worst = _worst(errors)
     if rank == 0:
-        print(msgspec.json.encode(Found(seconds, everyone, foreign, message)).decode(), flush=True)
+        found = Found(seconds, everyone, bounds, worst, foreign, message)
+        print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def rounds_of(
+    sides: Mapping[str, Mapping[str, Side]], setup: Setup, profiler: "_Profiler"
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, list[float]]]]:
+    """Seconds per step and processor seconds of this process, of every side in each round. Step 0 is done."""
+    seconds = {name: {side: list[float]() for side in of} for name, of in sides.items()}
+    cpu = {name: {side: list[float]() for side in of} for name, of in sides.items()}
+    losses = {name: {side: list[float]() for side in of} for name, of in sides.items()}
+    for turn in range(WARM_UP + setup.rounds):
+        first = 1 + turn * setup.steps
+        for name, of in sides.items():
+            # Who goes first alternates: what runs second finds caches and clock as the other left them.
+            for side, variant in list(of.items())[:: 1 if turn % 2 else -1]:
+                dist.barrier()
+                began, used = time.perf_counter(), time.process_time()
+                with profiler.watching(f"{side}:{name}", turn >= WARM_UP):
+                    losses[name][side] += variant.run(first, setup.steps)
+                used = time.process_time() - used
+                dist.barrier()
+                took = time.perf_counter() - began
+                if turn >= WARM_UP:
+                    seconds[name][side].append(took / setup.steps)
+                    cpu[name][side].append(used / setup.steps)
+    for of_name in losses.values():
+        torch.testing.assert_close(of_name["piper"], of_name["torch"], rtol=1e-3, atol=0.0)
+    return seconds, cpu
+
+
+def find_bounds(
+    rank: int, setup: Setup, store: Store, sides: Mapping[str, PiperSide]
+) -> dict[str, Bound]:
+    """The bound of every schedule, on rank 0: both ranks run their programs by themselves at the same time, then messages between them."""
+    members = DeviceId(0), DeviceId(1)
+    host = setup.link.addresses[rank]
+    pair = GlooCommunicator("links", members, members[rank], store, host=host)
+    links = LinkTimes({}, {})
+    if rank == 0:
+        links = measure_link(pair, LINK_MESSAGES)
+    else:
+        answer_link(pair, LINK_MESSAGES)
+    bounds: dict[str, Bound] = {}
+    for name, side in sides.items():
+        measured = Measured()
+        replay = Replay(side.program.plan, members[rank], side.optimizer)
+        for _ in range(REPLAYS):
+            dist.barrier()
+            measured.add(replay)
+        others: list[dict[str, float]] = [{} for _ in members]
+        dist.all_gather_object(others, measured.chunks)
+        if rank == 0:
+            profile = measured.profile(links)
+            # Rank 1 knows the chunks of its own stages.
+            profile = msgspec.structs.replace(profile, chunks=others[1] | others[0])
+            bounds[name] = _bound(side, profile)
+    return bounds
+
+
+def _bound(side: PiperSide, profile: Profile) -> Bound:
+    plan = side.program.plan
+    timeline = simulate(plan, profile)
+    compute = tuple(
+        sum(box.seconds for box in device.boxes() if box.op == "compute")
+        for device in timeline.devices
+    )
+    path = ", ".join(f"{share.what} {share.seconds * 1e3:.1f}" for share in shares(timeline, top=4))
+    counts = tuple(len(mine.instructions) for mine in plan.devices)
+    return Bound(timeline.seconds, compute, counts, path)
+
+
+def _worst(errors: Mapping[str, float]) -> dict[str, float]:
+    """Over both ranks."""
+    values = torch.tensor(list(errors.values()), dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(errors, values.tolist(), strict=True))
 
 
 class _Profiler:
@@ -214,35 +227,66 @@ def measure(setup: Setup) -> Found:
 
 
 def report(setup: Setup, found: Found) -> None:
-    """A line per variant, and the comparison."""
-    link, tokens = setup.link, MICROBATCHES * ROWS * setup.seq_len
+    """A line about the link, then what was found of every schedule."""
     print(
-        f"throughput {link.name:9} {setup.layers} layers of width {setup.width}, {MICROBATCHES} microbatches of "
-        f"{ROWS}×{setup.seq_len} tokens; a message of {MESSAGE >> 10} KiB takes {found.message * 1e3:.1f} ms"
+        f"throughput {setup.link.name:9} {setup.layers} layers of width {setup.width}, {MICROBATCHES} microbatches of "
+        f"{ROWS}×{setup.seq_len} tokens; a message of {MESSAGE >> 10} KiB takes {found.message * 1e3:.1f} ms; "
+        f"foreign load {found.foreign:.2f} cores"
     )
-    for name, taken in found.seconds.items():
-        used = " ".join(f"{min(of[name]) * 1e3:.1f}" for of in found.cpu)
+    for name in setup.schedules:
+        report_schedule(name, setup, found)
+
+
+def report_schedule(name: str, setup: Setup, found: Found) -> None:
+    """A line per variant, the comparison, and the bound."""
+    where = f"throughput {setup.link.name:9} {name:11}"
+    tokens = MICROBATCHES * ROWS * setup.seq_len
+    for side, taken in found.seconds[name].items():
+        used = " ".join(f"{min(of[name][side]) * 1e3:.1f}" for of in found.cpu)
         print(
-            f"throughput {link.name:9} {name:6} {spread(taken)} ms per step, "
+            f"{where} {side:6} {spread(taken)} ms per step, "
             f"{tokens / min(taken):7.0f} tokens/s, processor ms per step by rank {used}"
         )
-    goal = 1.0 if link == LOOPBACK else 1.15
-    minima, middle = compared(found.seconds["piper"], found.seconds["torch"])
+    goal = 1.0 if setup.link == LOOPBACK else GOALS[name]
+    ours = found.seconds[name]["piper"]
+    minima, middle = compared(ours, found.seconds[name]["torch"])
     print(
-        f"throughput {link.name:9} piper / torch: ratio of minima {minima:.3f}, "
-        f"median of in-round ratios {middle:.3f} (goal {goal}; "
-        f"{setup.rounds} rounds; foreign load {found.foreign:.2f} cores)",
+        f"{where} piper / torch: ratio of minima {minima:.3f}, median of in-round ratios {middle:.3f} "
+        f"(goal {goal}; {setup.rounds} rounds; gradients differ by {found.errors[name]:.1e} at most)"
+    )
+    bound = found.bounds[name]
+    compute = " ".join(f"{seconds * 1e3:.1f}" for seconds in bound.compute)
+    counts = " ".join(map(str, bound.instructions))
+    print(
+        f"{where} bound {bound.seconds * 1e3:.1f} ms, of which chunks by rank {compute} ({counts} instructions); achieved "
+        f"{bound.seconds / min(ours):.3f} of it (goal {BOUND_GOAL}); critical path, ms: {bound.path}",
         flush=True,
     )
 
 
+def chosen_schedules(text: str) -> tuple[str, ...]:
+    """Names, separated by commas. Raises :class:`argparse.ArgumentTypeError` for an unknown one."""
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in KINDS]:
+        raise argparse.ArgumentTypeError(
+            f"unknown schedule {unknown[0]!r}; choose from {', '.join(KINDS)}"
+        )
+    return names
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Piper's 1F1B against torch's.")
+    parser = argparse.ArgumentParser(description="Piper's schedules against torch's.")
+    parser.add_argument(
+        "--schedules", type=chosen_schedules, default=tuple(KINDS), help=f"of {','.join(KINDS)}"
+    )
     parser.add_argument("--rounds", type=int, default=12, help="after two of warm-up")
     parser.add_argument("--steps", type=int, default=2, help="training steps per round")
+    parser.add_argument("--quick", action="store_true", help="two rounds of one step: does it run?")
     parser.add_argument("--links", default="loopback,100mbit", help="loopback, or a rate of tc")
     parser.add_argument("--width", type=int, default=0, help="default: the example's")
-    parser.add_argument("--profile", default="", help="profile one variant: piper or torch")
+    parser.add_argument(
+        "--profile", default="", help="profile one variant, such as piper:zbv or torch:1f1b"
+    )
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("setup", nargs="?", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -267,8 +311,9 @@ def make_setup(link: Link, options: argparse.Namespace) -> Setup:
     return Setup(
         link=link,
         port=free_port(),
-        rounds=options.rounds,
-        steps=options.steps,
+        schedules=options.schedules,
+        rounds=2 if options.quick else options.rounds,
+        steps=1 if options.quick else options.steps,
         seq_len=config["train"]["seq_len"],
         width=options.width or config["model"]["width"],
         layers=config["model"]["num_layers"],
