@@ -49,7 +49,6 @@ from piper.simulate.critical import shares
 
 CONFIG = Path(__file__).parent.parent / "examples" / "gpt_stdlib.toml"
 WARM_UP = 2
-REPLAYS = 5
 MESSAGE = 1 << 17
 LINK_MESSAGES = 3
 
@@ -90,7 +89,7 @@ def work(rank: int, setup: Setup) -> None:
     ours = {name: PiperSide(name, rank, setup, store) for name in setup.schedules}
     theirs = {name: TorchSide(name, rank, setup) for name in setup.schedules}
     errors = {name: check_equal(name, ours[name], theirs[name]) for name in setup.schedules}
-    bounds = find_bounds(rank, setup, store, ours)
+    bounds = Bounds(rank, setup, store, ours)
     sides: dict[str, dict[str, Side]] = {
         name: {"torch": theirs[name], "piper": ours[name]} for name in setup.schedules
     }
@@ -98,7 +97,7 @@ def work(rank: int, setup: Setup) -> None:
     own = time.process_time()
     message = min(exchange(rank, MESSAGE) for _ in range(5))
     profiler = _Profiler(setup.profile, rank)
-    seconds, cpu = rounds_of(sides, setup, profiler)
+    seconds, cpu = rounds_of(sides, setup, profiler, bounds)
     elapsed = time.perf_counter() - started
     mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
     dist.all_reduce(mine)
@@ -106,16 +105,19 @@ def work(rank: int, setup: Setup) -> None:
     profiler.report()
     everyone: list[dict[str, dict[str, list[float]]]] = [{} for _ in range(RANKS)]
     dist.all_gather_object(everyone, cpu)
-    worst = _worst(errors)
+    worst, found_bounds = _worst(errors), bounds.found()
     if rank == 0:
-        found = Found(seconds, everyone, bounds, worst, foreign, message)
+        found = Found(seconds, everyone, found_bounds, worst, foreign, message)
         print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def rounds_of(
-    sides: Mapping[str, Mapping[str, Side]], setup: Setup, profiler: "_Profiler"
+    sides: Mapping[str, Mapping[str, Side]],
+    setup: Setup,
+    profiler: "_Profiler",
+    bounds: "Bounds",
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, list[float]]]]:
     """Seconds per step and processor seconds of this process, of every side in each round. Step 0 is done."""
     seconds = {name: {side: list[float]() for side in of} for name, of in sides.items()}
@@ -136,38 +138,53 @@ def rounds_of(
                 if turn >= WARM_UP:
                     seconds[name][side].append(took / setup.steps)
                     cpu[name][side].append(used / setup.steps)
+            bounds.replay(name)
     for of_name in losses.values():
         torch.testing.assert_close(of_name["piper"], of_name["torch"], rtol=1e-3, atol=0.0)
     return seconds, cpu
 
 
-def find_bounds(
-    rank: int, setup: Setup, store: Store, sides: Mapping[str, PiperSide]
-) -> dict[str, Bound]:
-    """The bound of every schedule, on rank 0: both ranks run their programs by themselves at the same time, then messages between them."""
-    members = DeviceId(0), DeviceId(1)
-    host = setup.link.addresses[rank]
-    pair = GlooCommunicator("links", members, members[rank], store, host=host)
-    links = LinkTimes({}, {})
-    if rank == 0:
-        links = measure_link(pair, LINK_MESSAGES)
-    else:
-        answer_link(pair, LINK_MESSAGES)
-    bounds: dict[str, Bound] = {}
-    for name, side in sides.items():
-        measured = Measured()
-        replay = Replay(side.program.plan, members[rank], side.optimizer)
-        for _ in range(REPLAYS):
-            dist.barrier()
-            measured.add(replay)
-        others: list[dict[str, float]] = [{} for _ in members]
-        dist.all_gather_object(others, measured.chunks)
+class Bounds:
+    """Finds the bounds. Both ranks run their programs by themselves at the same time, once in each round, so that whatever else keeps the
+    machine busy delays this as much as the steps; of several runs the quickest counts.
+    """
+
+    def __init__(
+        self, rank: int, setup: Setup, store: Store, sides: Mapping[str, PiperSide]
+    ) -> None:
+        members = DeviceId(0), DeviceId(1)
+        self._rank, self._sides = rank, sides
+        host = setup.link.addresses[rank]
+        pair = GlooCommunicator("links", members, members[rank], store, host=host)
+        self._links = LinkTimes({}, {})
         if rank == 0:
-            profile = measured.profile(links)
-            # Rank 1 knows the chunks of its own stages.
+            self._links = measure_link(pair, LINK_MESSAGES)
+        else:
+            answer_link(pair, LINK_MESSAGES)
+        self._measured = {name: Measured() for name in sides}
+        self._replays = {
+            name: Replay(side.program.plan, members[rank], side.optimizer)
+            for name, side in sides.items()
+        }
+
+    def replay(self, name: str) -> None:
+        """Measure a schedule's chunks once more."""
+        dist.barrier()
+        self._measured[name].add(self._replays[name])
+
+    def found(self) -> dict[str, Bound]:
+        """On rank 0, by schedule."""
+        bounds: dict[str, Bound] = {}
+        for name, measured in self._measured.items():
+            others: list[dict[str, float]] = [{} for _ in range(RANKS)]
+            dist.all_gather_object(others, measured.chunks)
+            if self._rank:
+                continue
+            # Each rank knows the chunks of its own stages.
+            profile = measured.profile(self._links)
             profile = msgspec.structs.replace(profile, chunks=others[1] | others[0])
-            bounds[name] = _bound(side, profile)
-    return bounds
+            bounds[name] = _bound(self._sides[name], profile)
+        return bounds
 
 
 def _bound(side: PiperSide, profile: Profile) -> Bound:
