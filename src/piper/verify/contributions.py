@@ -486,10 +486,7 @@ def _reduce_scatter(given: _Columns) -> _Columns | None:
     if sums is None or any(total is None or total.shard != WHOLE for total in sums):
         return None
     mine = [total for total in sums if total is not None]
-    return [
-        [Total(total.name, total.counts, total.history, i, total.final) for total in mine]
-        for i in range(len(given))
-    ]
+    return [[replace(total, shard=i) for total in mine] for i in range(len(given))]
 
 
 def _sums(given: _Columns) -> list[Total | None] | None:
