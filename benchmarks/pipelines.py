@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +25,9 @@ from piper.api.programs import Program, Programs, model_tensors
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
 from piper.runtime.batch import Batch
 from piper.runtime.state import OptimizerSpec, ParamsArgument, Slice
+
+CONFIG = Path(__file__).parent.parent / "examples" / "gpt_stdlib.toml"
+"""The model and the sequence length."""
 
 RANKS = 2
 MICROBATCHES = 8

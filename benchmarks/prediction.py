@@ -10,33 +10,22 @@ the best, and how many events per second the simulator handles.
 """
 
 import argparse
-import os
 import signal
-import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from itertools import combinations
 from statistics import median
 
 import msgspec
 import torch
 import torch.distributed as dist
+from benchmarks.links import LOOPBACK, Link, free_port, limited
+from benchmarks.pipelines import CONFIG, build_optimizer
+from benchmarks.processes import OneOf, join, launch, pinned
 from benchmarks.support import machine
-from benchmarks.throughput import (
-    CONFIG,
-    LOOPBACK,
-    Link,
-    OneOfTwo,
-    Setup,
-    _free_port,
-    build_optimizer,
-    limited,
-)
-from torch._C._distributed_c10d import TCPStore
 
 from piper import strategies
 from piper.api.programs import Program, Programs, model_tensors
@@ -53,6 +42,19 @@ ROWS = 16
 WARM_UP = 2
 LINK_ROUNDS = 5
 RANKS = 2
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What the processes are told. They meet on ``port`` of the first one."""
+
+    link: Link
+    port: int
+    rounds: int
+    steps: int
+    seq_len: int
+    width: int
+    layers: int
+    heads: int
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -120,19 +122,15 @@ def batch(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
 
 def work(rank: int, setup: Setup) -> None:
     """One process. Rank 0 prints what was found as JSON."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = setup.link.interfaces[rank]
-    limit = timedelta(seconds=300)
+    pinned(rank)
     host = setup.link.addresses
-    store = TCPStore(host[0], setup.port, is_master=rank == 0, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    store = join(rank, RANKS, setup.link, setup.port)
     everyone = (DeviceId(0), DeviceId(1))
     pair = GlooCommunicator("links", everyone, everyone[rank], store, host=host[rank])
     made = {case.name: program_of(case, setup) for case in CASES}
-    backends: dict[str, OneOfTwo] = {}
+    backends: dict[str, OneOf] = {}
     for name, (program, model) in made.items():
-        backend = backends[name] = OneOfTwo(rank, setup, dist.PrefixStore(name, store))
+        backend = backends[name] = OneOf(rank, RANKS, dist.PrefixStore(name, store), host[rank])
         backend.start(RANKS)
         backend.load("train", program.plan, program.signature, program.constants)
         backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
@@ -176,27 +174,9 @@ def _least(times: Sequence[Mapping[int, float]]) -> dict[int, float]:
 
 def measure(setup: Setup) -> Found:
     """Run both processes and wait for them."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = (sys.executable, "-m", "benchmarks.prediction")
     told = msgspec.json.encode(setup).decode()
-    processes = [
-        subprocess.Popen(
-            [*prefix, *command, "--rank", str(rank), told],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=CONFIG.parent.parent,
-        )
-        for rank, prefix in enumerate(setup.link.prefixes)
-    ]
-    try:
-        outputs = [process.communicate(timeout=900)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise RuntimeError("a benchmark process failed; see above")
-    return msgspec.json.decode(outputs[0].splitlines()[-1], type=Found)
+    lines = launch("benchmarks.prediction", told, setup.link.prefixes, timeout=900.0)
+    return msgspec.json.decode(lines[-1], type=Found)
 
 
 def report(setup: Setup, found: Found) -> None:
@@ -264,7 +244,7 @@ def make_setup(link: Link, options: argparse.Namespace) -> Setup:
     config = tomllib.loads(CONFIG.read_text())
     return Setup(
         link=link,
-        port=_free_port(),
+        port=free_port(),
         rounds=options.rounds,
         steps=options.steps,
         seq_len=config["train"]["seq_len"],

@@ -18,13 +18,13 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 from benchmarks.links import LOOPBACK, Link, exchange, free_port, limited
 from benchmarks.pipelines import (
+    CONFIG,
     KINDS,
     MICROBATCHES,
     RANKS,
@@ -47,7 +47,6 @@ from piper.runtime.profiling import Measured, Replay
 from piper.simulate import simulate
 from piper.simulate.critical import shares
 
-CONFIG = Path(__file__).parent.parent / "examples" / "gpt_stdlib.toml"
 WARM_UP = 2
 MESSAGE = 1 << 17
 LINK_MESSAGES = 3
