@@ -4,6 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import piper as piper_package
+from piper.models import MoE, MoEConfig, moe_loss
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +24,7 @@ def blocks(text, language=""):
 
 @pytest.mark.timeout(240)
 def test_the_example_runs_and_learns(readme, tmp_path):
-    (example,) = blocks(readme, "python")
+    example, _ = blocks(readme, "python")
     script = tmp_path / "example.py"
     script.write_text(example)
     done = subprocess.run(
@@ -30,6 +34,16 @@ def test_the_example_runs_and_learns(readme, tmp_path):
     losses = [float(line) for line in done.stdout.split()]
     assert len(losses) == 20
     assert losses[-1] < losses[0]
+
+
+def test_the_strategy_that_shards_experts_is_accepted(readme):
+    _, example = blocks(readme, "python")
+    names = {"piper": piper_package}
+    exec(example, names)
+    model = MoE(MoEConfig(vocab_size=16, width=8, num_layers=2, num_heads=2, expert_width=8))
+    tokens = torch.arange(16 * 4).view(16, 4) % 16
+    dag = piper_package.capture(model, moe_loss, (tokens, tokens))
+    piper_package.verify(piper_package.plan(piper_package.apply(dag, names["strategy"])))
 
 
 def test_the_picture_is_what_the_command_draws(readme, piper):
