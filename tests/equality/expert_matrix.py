@@ -27,7 +27,7 @@ BUCKET = 2e-4
 VOCABULARY, LENGTH, EXPERTS = 7, 3, 4
 
 FACTORS: dict[str, tuple[object, ...]] = {
-    "schedule": ("gpipe", "1f1b", "interleaved_1f1b"),
+    "schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev"),
     "ep": (1, 2, 4),
     "dp": (1, 2, 4),
     "pp": (1, 2),
@@ -64,7 +64,12 @@ class Case:
 
     @property
     def virtual(self) -> int:
-        return 2 if self.schedule == "interleaved_1f1b" else 1
+        return 2 if self.schedule in ("interleaved_1f1b", "zbv", "dualpipev") else 1
+
+    @property
+    def microbatches(self) -> int:
+        """Per replica: at least two, so that gradients add up; DualPipeV needs two per rank."""
+        return 2 * self.pp if self.schedule == "dualpipev" else 2
 
     @property
     def num_stages(self) -> int:
@@ -98,7 +103,7 @@ def strategy(case: Case) -> list[Directive]:
     """The directives of *case*."""
     groups = [list(range(case.size * r, case.size * (r + 1))) for r in range(case.pp)]
     directives = piper.strategies.pipeline(
-        case.schedule, groups, MICROBATCHES, num_virtual_stages=case.virtual
+        case.schedule, groups, case.microbatches, num_virtual_stages=case.virtual
     )
     replicate = piper.Replicate(
         {},
@@ -117,14 +122,10 @@ def strategy(case: Case) -> list[Directive]:
     return [replicate, *places, shard, *others, *recompute]
 
 
-MICROBATCHES = 2
-"""Per replica: gradients add up."""
-
-
 def plan_of(case: Case) -> Plan:
     """The verified plan of *case*."""
     captured = _captured(case.num_stages, case.form)
-    dag = replace(captured.dag, batch_size=ROWS * case.size * MICROBATCHES)
+    dag = replace(captured.dag, batch_size=ROWS * case.size * case.microbatches)
     plan = piper.plan(piper.apply(dag, strategy(case)))
     assert plan.num_devices == case.pp * case.size
     assert bool(plan.dag.expert_groups) == (case.ep > 1)
@@ -135,7 +136,7 @@ def plan_of(case: Case) -> Plan:
 
 def run(case: Case) -> planned.Worst:
     """Errors of *case* over all steps and devices."""
-    pieces = case.size * MICROBATCHES
+    pieces = case.size * case.microbatches
     found = planned.train(
         plan_of(case),
         _captured(case.num_stages, case.form).constants,
