@@ -172,6 +172,37 @@ def test_case_18_state_moves_between_layouts():
             assert error <= TOLERANCE, (step, key)
 
 
+def test_case_18_checkpoints_fit_every_layout_of_the_experts(tmp_path):
+    """Saved by devices that share experts, loaded by one device, and back; then all go on alike."""
+    model = Stack(num_stages=1).double()
+    layouts = {
+        "shared": [*QUAD, piper.Split({}, num_microbatches=2)],
+        "alone": [piper.Place({}, devices=[0]), piper.Split({}, num_microbatches=8)],
+    }
+    batches = [batch(16, seed=20 + step) for step in range(3)]
+
+    def train(layout, some, start=None, end=None):
+        with piper.compile(
+            model, moe_loss, layouts[layout], batches[0], optimizer=adamw, backend="inprocess"
+        ) as trainer:
+            if start is not None:
+                trainer.load(tmp_path / start)
+            losses = [trainer.step(*each).loss for each in some]
+            if end is not None:
+                trainer.save(tmp_path / end)
+            return losses, trainer.state_dict()
+
+    expected, state = train("alone", batches)
+    first, _ = train("shared", batches[:1], end="one")
+    second, _ = train("alone", batches[1:2], start="one", end="two")
+    third, found = train("shared", batches[2:], start="two")
+    assert first + second + third == pytest.approx(expected, rel=TOLERANCE)
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        error = (found[name].double() - tensor).norm() / tensor.double().norm().clamp(1e-6)
+        assert error <= TOLERANCE, name
+
+
 def started(captured, model: nn.Module, strategy, microbatches: int) -> InProcessBackend:
     """A backend that is ready to train *model*."""
     split = piper.Split({}, num_microbatches=microbatches)
