@@ -7,6 +7,7 @@ from itertools import combinations, product
 import torch
 from tests.equality import eager, planned
 from tests.equality.matrix import adam
+from tests.support.covering import cover
 from torch import nn
 
 import piper
@@ -90,13 +91,7 @@ def all_cases() -> list[Case]:
 def covering_cases() -> tuple[Case, ...]:
     """A small part of the matrix in which every pair of values of any two factors occurs; greedy, deterministic."""
     cases = sorted(all_cases(), key=lambda c: (c.size * c.num_stages, str(c)))
-    missing = set().union(*(c.pairs for c in cases))
-    chosen: list[Case] = []
-    while missing:
-        best = max(cases, key=lambda c: len(c.pairs & missing))
-        chosen.append(best)
-        missing -= best.pairs
-    return tuple(chosen)
+    return tuple(cover(cases))
 
 
 def strategy(case: Case) -> list[Directive]:

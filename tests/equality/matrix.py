@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from tests.equality import eager, planned
+from tests.support.covering import cover
 from torch import nn
 
 import piper
@@ -84,13 +85,7 @@ def covering_cases() -> tuple[Case, ...]:
     Greedy, deterministic: always the case with most pairs that are still missing; of equals the one with fewest microbatches in all.
     """
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.microbatches * c.num_stages, str(c)))
-    missing = set().union(*(c.pairs for c in cases))
-    chosen: list[Case] = []
-    while missing:
-        best = max(cases, key=lambda c: len(c.pairs & missing))
-        chosen.append(best)
-        missing -= best.pairs
-    return tuple(chosen)
+    return tuple(cover(cases))
 
 
 def run(case: Case) -> planned.Worst:

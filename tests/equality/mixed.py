@@ -9,6 +9,7 @@ from itertools import combinations, product
 import torch
 from tests.equality import eager, planned
 from tests.equality.matrix import adam
+from tests.support.covering import cover
 from torch import nn
 from torch.func import functional_call
 
@@ -67,13 +68,7 @@ def all_cases() -> list[Case]:
 def covering_cases() -> tuple[Case, ...]:
     """A small part of the matrix in which every pair of values of any two factors occurs; greedy, deterministic."""
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.virtual, c.recompute, str(c)))
-    missing = set().union(*(c.pairs for c in cases))
-    chosen: list[Case] = []
-    while missing:
-        best = max(cases, key=lambda c: len(c.pairs & missing))
-        chosen.append(best)
-        missing -= best.pairs
-    return tuple(sorted(chosen, key=lambda c: (c.virtual, c.tied, str(c))))
+    return tuple(sorted(cover(cases), key=lambda c: (c.virtual, c.tied, str(c))))
 
 
 def strategy(case: Case) -> list[Directive]:

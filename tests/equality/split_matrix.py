@@ -8,6 +8,7 @@ from itertools import combinations, product
 import torch
 from tests.cases.equal import adamw, mse, randint, randn, rolled
 from tests.equality import eager, planned
+from tests.support.covering import cover
 from tests.support.zero_bubble import zb_h1
 from torch import nn
 from torch.nn import functional
@@ -253,14 +254,8 @@ def covering_cases() -> tuple[Case, ...]:
     those that shard over two replicas, then among all.
     """
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.pp, str(c)))
-    chosen: list[Case] = []
-    for part in ([c for c in cases if c.zero and c.dp > 1 and c.pp == 2], cases):
-        missing = set().union(*(c.pairs for c in part)).difference(*(c.pairs for c in chosen))
-        while missing:
-            best = max(part, key=lambda c: len(c.pairs & missing))
-            chosen.append(best)
-            missing -= best.pairs
-    return tuple(chosen)
+    sharded = [c for c in cases if c.zero and c.dp > 1 and c.pp == 2]
+    return tuple(cover(sharded, cases))
 
 
 def strategy(case: Case) -> list[Directive]:

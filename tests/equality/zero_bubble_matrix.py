@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tests.equality import eager, planned
 from tests.equality.matrix import sgd
+from tests.support.covering import all_pairs, cover
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -94,14 +95,8 @@ def covering_cases() -> tuple[Case, ...]:
     """A small part in which every pair of values of any two factors occurs that does so in the whole; greedy, deterministic, small
     cases first."""
     cases = sorted(all_cases(), key=lambda c: (c.num_chunks, str(c)))
-    missing = set().union(*(c.pairs for c in cases))
-    cases = [case for case in cases if case.num_chunks <= SMALL]
-    chosen: list[Case] = []
-    while missing:
-        best = max(cases, key=lambda c: len(c.pairs & missing))
-        chosen.append(best)
-        missing -= best.pairs
-    return tuple(chosen)
+    small = [case for case in cases if case.num_chunks <= SMALL]
+    return tuple(cover(small, wanted=all_pairs(cases)))
 
 
 def strategy(case: Case) -> list[Directive]:

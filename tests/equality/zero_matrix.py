@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tests.equality import eager, planned
 from tests.equality.matrix import adam
+from tests.support.covering import cover
 from torch import nn
 
 import piper
@@ -88,14 +89,7 @@ def covering_cases() -> tuple[Case, ...]:
     """A small part of the matrix in which every pair of values of any two factors occurs, and does so among the strategies that shard
     too; greedy, deterministic."""
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.microbatches * c.num_stages, str(c)))
-    chosen: list[Case] = []
-    for part in ([c for c in cases if sharded(c)], cases):
-        missing = set().union(*(c.pairs for c in part)).difference(*(c.pairs for c in chosen))
-        while missing:
-            best = max(part, key=lambda c: len(c.pairs & missing))
-            chosen.append(best)
-            missing -= best.pairs
-    return tuple(chosen)
+    return tuple(cover([c for c in cases if sharded(c)], cases))
 
 
 def strategy(case: Case) -> list[Directive]:
