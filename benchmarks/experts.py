@@ -11,22 +11,18 @@ much of what could be hidden is: ``(in turn - interleaved) / (in turn - max(comp
 """
 
 import argparse
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
+from benchmarks.links import Link, free_port, open_link
+from benchmarks.processes import OneOf, join, launch, pinned
 from benchmarks.support import compared, machine, spread
-from benchmarks.throughput import LOOPBACK, Link, OneOfTwo, Setup, limited
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
 import piper
@@ -117,9 +113,10 @@ def shared(
     """A step of both workers."""
     model, batch = build_model(told.sizes), batch_of(told.sizes, WORKERS)
     program = Programs(model, moe_loss, strategy(told.sizes, *orders)).training(batch)
-    setup = Setup(told.link, told.port, told.rounds, 1, 0, 0, 0, 0)
     # Two plans, each with communicators of its own, though of the same names.
-    backend = OneOfTwo(rank, setup, PrefixStore(f"{len(orders)} orders", store))
+    backend = OneOf(
+        rank, WORKERS, PrefixStore(f"{len(orders)} orders", store), told.link.addresses[rank]
+    )
     backend.start(WORKERS)
     backend.load("train", program.plan, program.signature, program.constants)
     backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
@@ -138,7 +135,7 @@ def alone(told: Told) -> Callable[[], None]:
     return lambda: _step(backend, batch)
 
 
-def _step(backend: OneOfTwo | InProcessBackend, batch: Batch) -> None:
+def _step(backend: OneOf | InProcessBackend, batch: Batch) -> None:
     backend.run("train", [batch], first_step=0)
 
 
@@ -164,12 +161,8 @@ def messages_of(plan: Plan) -> Callable[[], None]:
 
 def work(rank: int, told: Told) -> None:
     """One process. Rank 0 prints the seconds of each round, by variant, as JSON."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = told.link.interfaces[rank]
-    limit = timedelta(seconds=300)
-    store = TCPStore(told.link.addresses[0], told.port, is_master=rank == 0, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS, timeout=limit)
+    pinned(rank)
+    store = join(rank, WORKERS, told.link, told.port)
     first, plan = shared(rank, told, store, in_turn(told.sizes.microbatches))
     second, _ = shared(rank, told, store)
     variants = {
@@ -195,25 +188,9 @@ def work(rank: int, told: Told) -> None:
 
 def measure(told: Told) -> dict[str, list[float]]:
     """Run both processes and wait for them."""
-    command = (sys.executable, "-m", "benchmarks.experts")
-    processes = [
-        subprocess.Popen(
-            [*prefix, *command, "--rank", str(rank), msgspec.json.encode(told).decode()],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            cwd=Path(__file__).parent.parent,
-        )
-        for rank, prefix in enumerate(told.link.prefixes)
-    ]
-    try:
-        outputs = [process.communicate(timeout=900)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise RuntimeError("a benchmark process failed; see above")
-    return msgspec.json.decode(outputs[0].splitlines()[-1], type=dict[str, list[float]])
+    text = msgspec.json.encode(told).decode()
+    lines = launch("benchmarks.experts", text, told.link.prefixes, timeout=900.0)
+    return msgspec.json.decode(lines[-1], type=dict[str, list[float]])
 
 
 def report(told: Told, seconds: dict[str, list[float]]) -> None:
@@ -261,8 +238,8 @@ def main() -> None:
     )
     for name in options.links.split(","):
         try:
-            with nullcontext(LOOPBACK) if name == "loopback" else limited(name) as link:
-                told = Told(link, 29517, options.rounds, sizes)
+            with open_link(name) as link:
+                told = Told(link, free_port(), options.rounds, sizes)
                 report(told, measure(told))
         except PermissionError as error:
             print(f"experts {name}: skipped: {error}")

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
 import msgspec
@@ -30,6 +30,11 @@ class Link(msgspec.Struct, frozen=True):
 
 
 LOOPBACK = Link("loopback", ((), ()), ("127.0.0.1", "127.0.0.1"), ("lo", "lo"))
+
+
+def open_link(name: str) -> AbstractContextManager[Link]:
+    """The link *name*: ``loopback``, or :func:`limited` to a rate."""
+    return nullcontext(LOOPBACK) if name == "loopback" else limited(name)
 
 
 @contextmanager

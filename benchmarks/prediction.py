@@ -15,14 +15,13 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from itertools import combinations
 from statistics import median
 
 import msgspec
 import torch
 import torch.distributed as dist
-from benchmarks.links import LOOPBACK, Link, free_port, limited
+from benchmarks.links import Link, free_port, open_link
 from benchmarks.pipelines import CONFIG, build_optimizer
 from benchmarks.processes import OneOf, join, launch, pinned
 from benchmarks.support import machine
@@ -232,7 +231,7 @@ def main() -> None:
     print(machine())
     for name in options.links.split(","):
         try:
-            with nullcontext(LOOPBACK) if name == "loopback" else limited(name) as link:
+            with open_link(name) as link:
                 setup = make_setup(link, options)
                 report(setup, measure(setup))
         except PermissionError as error:

@@ -17,12 +17,12 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import msgspec
 import torch
 import torch.distributed as dist
-from benchmarks.links import LOOPBACK, Link, exchange, free_port, limited
+from benchmarks.links import LOOPBACK, Link, exchange, free_port, open_link
 from benchmarks.pipelines import (
     CONFIG,
     KINDS,
@@ -314,7 +314,7 @@ def main() -> None:
     print(machine())
     for name in options.links.split(","):
         try:
-            with nullcontext(LOOPBACK) if name == "loopback" else limited(name) as link:
+            with open_link(name) as link:
                 setup = make_setup(link, options)
                 report(setup, measure(setup))
         except PermissionError as error:
