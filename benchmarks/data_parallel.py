@@ -11,6 +11,12 @@ round; and its bound: what must cross the link in one direction at the link's ra
     all-reduce 1 × parameters, ZeRO-1 the same (reduce-scatter ½, all-gather ½), ZeRO-2 ½ per microbatch + ½, ZeRO-3 ½ per
     microbatch (reduce-scatter) + ½ per gather.
 
+The volume's bound lets every byte hide behind any computation. The *order's* bound, of Piper's variants, does not: it is the simulated step of the very plan
+whose chunks together take as long as the computation alone, on a link without latency, all other work being free.
+
+Microbatches go one after the other, as in a training loop, or (*layer by layer*) each layer runs all of them before the next one does: sums are
+complete earlier, and gathers and scatters serve all microbatches.
+
 ``--trace`` prints, for one step of each of Piper's variants, the longest waits and for what they were.
 """
 
@@ -20,9 +26,9 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import msgspec
@@ -49,12 +55,16 @@ from piper.api.programs import model_tensors
 from piper.capture import Captured, capture_with_constants
 from piper.directives.base import Directive
 from piper.ids import DeviceId
+from piper.ir.dag import Chunk, Dag
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
 from piper.ops.all_gather import AllGatherBucket, RefreshBucket
 from piper.ops.all_reduce import AllReduceBucket
 from piper.ops.reduce_scatter import ReduceScatterBucket
 from piper.ops.wait import Wait
+from piper.plan.costs import hardware
 from piper.plan.model import Plan
+from piper.plan.topology import Link as PortLink
+from piper.plan.topology import Topology
 from piper.runtime.batch import Batch, signature
 from piper.runtime.state import OptimizerSpec, ParamsArgument
 from piper.runtime.worker import Worker
@@ -64,6 +74,7 @@ WARM_UP = 2
 QUICK = {"width": 128, "layers": 4, "seq_len": 64}
 """The model of ``--quick``, where nothing else is asked for."""
 ALONE = "alone"
+CPU = hardware("CPU")
 MIB = 1 << 20
 
 Step = Callable[[], object]
@@ -82,22 +93,31 @@ class Setup(msgspec.Struct, frozen=True):
     rows: int
     counts: tuple[int, ...]
     variants: tuple[str, ...]
+    gather_bytes: str
+    reduce_bytes: str
+    rate: float
     trace: bool
 
 
 class Found(msgspec.Struct, frozen=True):
     """What was measured: seconds per step of each variant in each round; of the checking message; bytes that each of Piper's
-    variants sends per step, and of the parameters; the cores that others kept busy.
+    variants sends per step, and of the parameters; seconds that the order of each of Piper's needs; the cores that others kept busy.
     """
 
     seconds: dict[str, list[float]]
     message: float
     sent: dict[str, int]
     parameters: int
+    ordered: dict[str, float]
     foreign: float
 
 
-PIPER = ("replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 breadth-first")
+LAYERED = " layer by layer"
+PIPER = tuple(
+    level + order
+    for order in ("", LAYERED)
+    for level in ("replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+)
 TORCH = ("DDP", "FSDP2 whole", "FSDP2 reshard")
 VARIANTS = (*PIPER, *TORCH)
 
@@ -135,15 +155,15 @@ def batch_of(setup: Setup, count: int, replicas: int) -> Batch:
 def strategy_of(variant: str, setup: Setup, count: int) -> list[Directive]:
     if variant == ALONE:
         return [piper.Place({}, [0]), piper.Split({}, num_microbatches=count), depth_first(count)]
-    level = 0 if variant == "replicated" else int(variant[5])
+    level = 0 if variant.startswith("replicated") else int(variant[5])
     replicate = piper.Replicate(
         {},
         shard_optimizer=level == 1,
         shard_grads=level == 2,
         shard_params=level == 3,
     )
-    breadth = variant.endswith("breadth-first")
-    order = breadth_first(setup.layers) if breadth else depth_first(count)
+    layered = variant.endswith(LAYERED)
+    order = layer_by_layer(setup.layers) if layered else depth_first(count)
     return [
         piper.Place({}, [0, 1]),
         replicate,
@@ -157,8 +177,8 @@ def depth_first(count: int) -> piper.Order:
     return piper.Order([[{"MB": m, "PASS": p}] for m in range(count) for p in "FB"])
 
 
-def breadth_first(layers: int) -> piper.Order:
-    """A layer on all microbatches, then the next layer: its gathers serve all of them."""
+def layer_by_layer(layers: int) -> piper.Order:
+    """A layer on all microbatches, then the next layer."""
     forward = [[{"LAYER": i, "PASS": "F"}] for i in range(layers)]
     backward = [[{"LAYER": i, "PASS": "B"}] for i in reversed(range(layers))]
     return piper.Order(forward + backward)
@@ -180,7 +200,11 @@ class PiperRun:
         batch = batch_of(setup, count, size)
         model, captured = captured_model(setup)
         dag = replace(captured.dag, batch_size=size * count * setup.rows)
-        self.plan: Plan = piper.plan(piper.apply(dag, strategy_of(variant, setup, count)))
+        self.plan: Plan = piper.plan(
+            piper.apply(dag, strategy_of(variant, setup, count)),
+            gather_bytes=setup.gather_bytes,
+            reduce_bytes=setup.reduce_bytes,
+        )
         piper.verify(self.plan)
         self.device = DeviceId(rank % size)
         host = setup.link.addresses[rank]
@@ -255,6 +279,38 @@ class PiperRun:
         label = "" if node is None else node.label
         kind = "wait" if isinstance(instruction, Wait) else instruction.op
         return f"{kind} [{label}] on {instruction.stream}"
+
+
+@dataclass(frozen=True)
+class ChunksOnly:
+    """Costs of chunks, ``slower`` times what the preset of a CPU says, and of bytes on a link; all else is free."""
+
+    topology: Topology
+    slower: float = 1.0
+    host_blocks: bool = False
+    launch: float = 0.0
+    peak_flops: float | None = None
+
+    def topology_for(self, num_devices: int) -> Topology:
+        """See :class:`~piper.plan.costs.Costs`."""
+        self.topology.check(num_devices)
+        return self.topology
+
+    def chunk(self, dag: Dag, bindings: Mapping[str, int], chunk: Chunk) -> float:
+        """See :class:`~piper.plan.costs.Costs`."""
+        return self.slower * CPU.chunk(dag, bindings, chunk)
+
+    def local(self, op: str, nbytes: int) -> float:  # noqa: ARG002
+        """See :class:`~piper.plan.costs.Costs`."""
+        return 0.0
+
+
+def seconds_of_order(plan: Plan, single: Plan, alone: float, rate: float) -> float:
+    """How long *plan* takes at least in its order, with chunks that together take *alone* seconds in the plan *single*."""
+    link = PortLink(latency=0.0, bandwidth=rate)
+    costs = ChunksOnly(Topology(REPLICAS, 1, link, link))
+    slower = alone / piper.simulate(single, costs).seconds
+    return piper.simulate(plan, replace(costs, slower=slower)).seconds
 
 
 def _program(worker: Worker) -> piper.runtime.interpreter.Program:
@@ -349,9 +405,15 @@ def work(rank: int, setup: Setup) -> None:
             if rank == 0:
                 print("\n".join(lines), file=sys.stderr, flush=True)
     sent = {name: run.sent() for name, run in pipers.items()}
+    ordered = {}
+    for name, run in pipers.items():
+        single = f"{ALONE} × {name.partition(' × ')[2]}"
+        ordered[name] = seconds_of_order(
+            run.plan, pipers[single].plan, min(seconds[single]), setup.rate
+        )
     size = sum(p.nbytes for p in build_model(setup).parameters())
     if rank == 0:
-        found = Found(seconds, message, sent, size, foreign)
+        found = Found(seconds, message, sent, size, ordered, foreign)
         print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     sys.stdout.flush()
@@ -379,17 +441,18 @@ def report(setup: Setup, found: Found, rate: float) -> None:
     )
     for count in setup.counts:
         alone = found.seconds[f"{ALONE} × {count}"]
-        print(f"data_parallel × {count} {'computation alone':21} {min(alone) * 1e3:7.1f} ms")
+        print(f"data_parallel × {count} {'computation alone':25} {min(alone) * 1e3:7.1f} ms")
         for variant in setup.variants:
             name = f"{variant} × {count}"
             taken = found.seconds[name]
             sent = found.sent.get(name) or torch_sent(variant, found.parameters, count)
-            crossing = sent / rate  # none on the loopback device, whose rate has no limit
-            bound = min(1.0, min(alone) / crossing) if crossing else 1.0
+            bound = min(1.0, min(alone) / (sent / rate))
             minima, middle = compared(taken, alone)
+            order = min(alone) / found.ordered[name] if name in found.ordered else None
             print(
-                f"data_parallel × {count} {variant:21} {min(taken) * 1e3:7.1f} ms, of the ideal {minima:.3f} (median {middle:.3f}), "
-                f"sends {sent / MIB:6.1f} MiB, bound {bound:.3f}, of the bound {minima / bound:.3f} (median {middle / bound:.3f})",
+                f"data_parallel × {count} {variant:25} {min(taken) * 1e3:7.1f} ms, of the ideal {minima:.3f} (median {middle:.3f}), "
+                f"sends {sent / MIB:6.1f} MiB, bound {bound:.3f}, of the bound {minima / bound:.3f} (median {middle / bound:.3f})"
+                + (f"; order's bound {order:.3f}, of it {minima / order:.3f}" if order else ""),
                 flush=True,
             )
 
@@ -404,6 +467,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="of a microbatch")
     parser.add_argument("--counts", default="1,4", help="microbatches per process and step")
     parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--gather-bytes", default="24MiB", help="bound on early gathers")
+    parser.add_argument("--reduce-bytes", default="64MiB", help="bound on reductions in flight")
     parser.add_argument("--trace", action="store_true", help="where the time goes")
     parser.add_argument(
         "--quick", action="store_true", help="a small model, two rounds, for development"
@@ -422,7 +487,7 @@ def main() -> None:
     if unknown := [v for v in chosen if v not in VARIANTS]:
         parser.error(f"unknown variant {unknown[0]!r}; choose from {', '.join(VARIANTS)}")
     local = options.link == "loopback"
-    rate = float("inf") if local else bytes_per_second(options.link)
+    rate = 1e12 if local else bytes_per_second(options.link)
     try:
         with nullcontext(LOOPBACK) if local else limited(options.link) as link:
             setup = Setup(
@@ -436,6 +501,9 @@ def main() -> None:
                 rows=options.rows,
                 counts=tuple(int(c) for c in options.counts.split(",")),
                 variants=chosen,
+                gather_bytes=options.gather_bytes,
+                reduce_bytes=options.reduce_bytes,
+                rate=rate,
                 trace=options.trace,
             )
             told = msgspec.json.encode(setup).decode()

@@ -99,7 +99,7 @@ def test_memory_is_as_planned_and_less(level):
         return found[0].highest[Category.COMMUNICATION]
 
     few = highest(planned(level, reduce_bytes=LAYER, gather_bytes=LAYER))
-    assert few < highest(planned(level))
+    assert few < highest(planned(level, reduce_bytes=2 * LAYERS * LAYER))
 
 
 def test_gradients_need_one_copy_or_the_slices_and_one_layers_contributions():
@@ -130,14 +130,45 @@ def test_breadth_first_gathers_each_layer_once_per_pass():
 
 
 def test_depth_first_gathers_for_each_microbatch():
-    order = piper.Order([[{"MB": m, "PASS": p}] for m in range(MICROBATCHES) for p in "FB"])
-    assert len(gathers(planned(3, order))) == MICROBATCHES * (2 * LAYERS - 2)
+    assert len(gathers(planned(3, depth_first()))) == MICROBATCHES * (2 * LAYERS - 2)
+
+
+def scatters(plan):
+    return [i for i in plan.devices[0].instructions if isinstance(i, ReduceScatterBucket)]
+
+
+def depth_first():
+    return piper.Order([[{"MB": m, "PASS": p}] for m in range(MICROBATCHES) for p in "FB"])
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_backwards_in_a_row_share_a_scatter(level):
+    """Of what their contributions come to: a part of the bytes, in no more memory."""
+    plan = planned(level, by("LAYER", LAYERS), reduce_bytes=LAYER)
+    assert len(scatters(plan)) == LAYERS
+    each = planned(level, depth_first(), reduce_bytes=LAYER)
+    assert len(scatters(each)) == MICROBATCHES * LAYERS
+    kinds = Category.GRADIENTS, Category.COMMUNICATION
+    shared, single = (sum(account(p)[0].highest[kind] for kind in kinds) for p in (plan, each))
+    assert shared <= single + LAYER
+
+
+def test_scatters_that_an_order_names_are_not_shared():
+    strategy = (
+        by("LAYER", LAYERS),
+        piper.Order(
+            [
+                [{"LAYER": 3, "MB": 0, "PASS": "B", "COMM": "reduce_scatter"}],
+                [{"LAYER": 2, "MB": 0, "PASS": "B"}],
+            ]
+        ),
+    )
+    assert len(scatters(planned(2, *strategy))) > LAYERS
 
 
 def test_a_chunk_that_reads_no_weight_ends_nothing():
     """The backward of the only layer stands between its forwards."""
-    order = piper.Order([[{"MB": m, "PASS": p}] for m in range(MICROBATCHES) for p in "FB"])
-    assert len(gathers(planned(3, order, layers=1))) == 1
+    assert len(gathers(planned(3, depth_first(), layers=1))) == 1
 
 
 @pytest.mark.parametrize("level", range(4))
@@ -187,5 +218,5 @@ def test_what_reductions_made_is_added_before_one_that_waited_for_them(level):
                 made.difference_update(instruction.right)
         return found
 
-    assert max(not_added(planned(level, reduce_bytes=LAYER))) == 0
-    assert max(not_added(planned(level))) > 0
+    assert max(not_added(planned(level, depth_first(), reduce_bytes=LAYER))) == 0
+    assert max(not_added(planned(level, depth_first()))) > 0

@@ -26,6 +26,7 @@ from piper.planner.budget import Bounds, Limits, Size, plan_within, to_bytes
 from piper.planner.cut import Cutter
 from piper.planner.estimate import Rates, costed_seconds, node_seconds
 from piper.planner.gathers import share_gathers
+from piper.planner.scatters import share_scatters
 from piper.planner.streams import total_order
 
 
@@ -48,7 +49,8 @@ def plan(
     ``gather_bytes`` the sharded parameters that are gathered before they are needed, ``fetch_bytes`` what is brought back from host
     memory before it is needed. The latter two are by default what the one chunk that needs the most needs: what the next chunk
     needs is under way while the one before runs, and a device holds what two chunks need, not the whole model. ``reduce_bytes`` bounds
-    what reductions of gradients (and what puts updated parameters together) are given that are in flight at once (default: 64 MiB). Sizes are
+    what reductions of gradients (and what puts updated parameters together) are given that are in flight at once (default: three times
+    the largest one, up to 64 MiB). Sizes are
     bytes or texts such as ``"512MiB"``.
 
     ``memory_budget`` bounds every device's planned peak (see :mod:`piper.plan.memory` for what counts). Of these bounds, those that are
@@ -94,7 +96,7 @@ def _plan(dag: Dag, limits: Limits, costs: Costs | None, *, fold: bool) -> Plan:
     seconds = _seconds(dag, bindings, costs)
     order = total_order(dag, seconds)
     dag = share_gathers(dag, order)
-    order = [node for node in order if node in dag.nodes]
+    dag, order = share_scatters(dag, [node for node in order if node in dag.nodes])
     roles = find_roles(dag, num_devices) if fold else Roles(())
     represented = frozenset(role[0] for role in roles.roles) if roles.folded else None
 

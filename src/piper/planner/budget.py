@@ -21,9 +21,6 @@ from piper.plan.model import Plan
 RECEIVE_BYTES = 16 * 1024 * 1024
 """Bound on early receives where none is given: more hides nothing, since a sender is seldom that far ahead."""
 
-REDUCE_BYTES = 64 * 1024 * 1024
-"""Bound on collectives in flight where none is given: enough to keep a link busy."""
-
 _UNITS = {
     "": 1,
     "b": 1,

@@ -14,7 +14,7 @@ from piper.ops.report import Report
 from piper.ops.update import OptimizerStep, Update
 from piper.ops.write_buffer import StoreBuffer, WriteBuffer
 from piper.plan.model import CommunicatorInfo, DevicePlan
-from piper.planner.budget import RECEIVE_BYTES, REDUCE_BYTES, Bounds
+from piper.planner.budget import RECEIVE_BYTES, Bounds
 from piper.planner.early import Early
 from piper.planner.flights import Flights
 from piper.planner.program import Program
@@ -29,9 +29,8 @@ class Cutter:
     """Walks the total order once and appends each node to the programs of its devices.
 
     ``bounds`` are on what is received, gathered and fetched before it is needed, and on what other collectives are given that are in
-    flight, per device (``None``: as much as one chunk needs at most, for receives and collectives
-    :data:`~piper.planner.budget.RECEIVE_BYTES` and ``REDUCE_BYTES``). ``seconds`` are estimated durations. Only *represented* devices get
-    a program (``None``: all); no device's program depends on another's.
+    flight, per device (``None``: as much as one chunk needs at most, for receives :data:`~piper.planner.budget.RECEIVE_BYTES`, for other
+    collectives see :class:`~piper.planner.flights.Flights`). ``seconds`` are estimated durations. Only *represented* devices get a program (``None``: all); no device's program depends on another's.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Cutter:
         self.sums = [
             PartialSums(p, totals, dag.values, self.messages, owned) for p in self.programs
         ]
-        bounds = bounds.filled(Bounds(receive=RECEIVE_BYTES, reduce=REDUCE_BYTES))
+        bounds = bounds.filled(Bounds(receive=RECEIVE_BYTES))
         self.receives = [Early(bounds.receive) for _ in range(num_devices)]
         self.gathers = [Early(bounds.gather) for _ in range(num_devices)]
         self.fetches = [Early(bounds.fetch) for _ in range(num_devices)]
@@ -293,6 +292,7 @@ class Cutter:
             node = self.dag.nodes[number]
             if isinstance(node, Comm):
                 self._expect_receives(node)
+                self._expect_collective(node)
                 continue
             for value in node.inputs:
                 if self.dag.values[value].role is Role.GATHERED:
@@ -336,6 +336,14 @@ class Cutter:
                     nbytes = sum(self.messages[v].nbytes for v in comm.outputs)
                     self.receives[device].expect(comm, group, position, nbytes, self._site)
 
+    def _expect_collective(self, comm: Comm) -> None:
+        if self._is_early(comm):
+            return
+        for group, members in self.represented.groups(comm.groups):
+            for position, device in members:
+                if self._collects(comm, group, position):
+                    self.flights[device].expect(self._given(comm))
+
     def _expect_gather(self, gather: NodeId, chunk: NodeId) -> None:
         comm = self.dag.nodes[gather]
         assert isinstance(comm, Comm)
@@ -361,10 +369,10 @@ class Cutter:
                 if not comm.work.consumes(position):
                     self.receives[device].require(comm.id, program)
                     continue
-                collective = comm.work.delivers(position) and len(group) > 1
-                nbytes = sum(self.messages[v].nbytes for v in comm.inputs)
-                if collective and self.flights[device].make_room(nbytes, program):
-                    self.sums[device].reductions_over()
+                collective, nbytes = self._collects(comm, group, position), self._given(comm)
+                if collective:
+                    landed = self.flights[device].make_room(nbytes, program)
+                    self.sums[device].landed(landed)
                 site = self._site(comm, group, position, program)
                 late = comm.work.releases_late
                 program.emit(comm.work.lower(site), consume=() if late else site.inputs)
@@ -372,8 +380,16 @@ class Cutter:
                     program.release_late(site.inputs)
                 program.drop_unread(site.outputs, site.stream)
                 if collective:
-                    self.flights[device].started(site.outputs, nbytes)
+                    self.flights[device].started(comm.id, site.outputs, nbytes)
                 self.sums[device].reduced(comm.id, comm.outputs)
+
+    def _collects(self, comm: Comm, group: tuple[DeviceId, ...], position: int) -> bool:
+        """Whether it is a collective for the member at *position*: gives and takes."""
+        consumes, delivers = comm.work.consumes(position), comm.work.delivers(position)
+        return consumes and delivers and len(group) > 1
+
+    def _given(self, comm: Comm) -> int:
+        return sum(self.messages[v].nbytes for v in comm.inputs)
 
     def _site(
         self, comm: Comm, group: tuple[DeviceId, ...], position: int, program: Program

@@ -1,6 +1,7 @@
 """Sums on one device: each contribution is added when it has come, one instruction per contributing node."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TypeAlias
 
 from piper.ids import COMPUTE, BodyId, NodeId, Slot, ValueId
 from piper.ir.dag import Chunk, Comm, Dag, Value
@@ -11,6 +12,9 @@ from piper.ops.base import Message
 from piper.ops.compute import Call
 from piper.ops.reduce_scatter import ReduceScatter
 from piper.planner.program import Program
+
+_Made: TypeAlias = tuple[NodeId, list[ValueId]]
+"""What a node made that is to be added."""
 
 
 def sums_of(dag: Dag) -> dict[ValueId, ValueId]:
@@ -51,9 +55,9 @@ class PartialSums:
     The first of a total's contributions becomes the total, and the others are added to it in place, where its memory is its own;
     else the first addition makes a new tensor.
 
-    Adding is put off a little: past the sends of the chunk that made the contributions, and past the start of the next
-    reduction where they come from one, so that neither waits for the addition nor the addition for them. But where the next
-    reduction had to wait for those before it, what these made is added first: memory is scarce then, and they are complete.
+    Adding is put off: what a chunk made, past the sends of that chunk; what a reduction made, until the device has waited for the reduction
+    anyway, because what is in flight has reached its bound, or because the sum is needed. So nothing waits for an addition, and no
+    addition makes the device wait for a link.
     """
 
     def __init__(
@@ -67,8 +71,8 @@ class PartialSums:
         self._program, self._totals, self._owned = program, totals, owned
         self._values, self._messages = values, messages
         self._partial: dict[ValueId, Slot] = {}
-        self._computed: list[tuple[NodeId, list[ValueId]]] = []
-        self._reduced: list[tuple[NodeId, list[ValueId]]] = []
+        self._computed: list[_Made] = []
+        self._reduced: list[_Made] = []
 
     def computed(self, node: NodeId, outputs: Sequence[ValueId]) -> None:
         """A chunk has made *outputs*; those that are summed are added before the next chunk runs."""
@@ -76,14 +80,13 @@ class PartialSums:
             self._computed.append((node, mine))
 
     def reduced(self, node: NodeId, outputs: Sequence[ValueId]) -> None:
-        """A reduction that makes *outputs* has started; those that are summed are added after the next one has."""
+        """A reduction that makes *outputs* has started."""
         if mine := [v for v in outputs if v in self._totals]:
-            self._flush(self._reduced)
             self._reduced.append((node, mine))
 
-    def reductions_over(self) -> None:
-        """The device has waited for all reductions that have started: add what they have made."""
-        self._flush(self._reduced)
+    def landed(self, nodes: Container[NodeId]) -> None:
+        """The device has waited for the reductions *nodes*: add what they have made."""
+        self._flush(self._reduced, lambda node, _: node in nodes)
 
     def before_compute(self) -> None:
         """Add what chunks have made."""
@@ -91,17 +94,23 @@ class PartialSums:
 
     def finish(self, chunk: Chunk) -> None:
         """The sum *chunk* is needed: add all that is left. A sum of one contribution is that contribution."""
-        self._flush(self._computed)
-        self._flush(self._reduced)
+        mine = set(chunk.inputs)
+        for waiting in (self._computed, self._reduced):
+            self._flush(waiting, lambda _, values: not mine.isdisjoint(values))
         if len(chunk.inputs) > len(chunk.outputs):
             return
         for total, contribution in zip(chunk.outputs, chunk.inputs, strict=True):
             self._program.alias(total, self._program.slot(contribution))
 
-    def _flush(self, waiting: list[tuple[NodeId, list[ValueId]]]) -> None:
-        for node, values in waiting:
-            self._add(node, values)
-        waiting.clear()
+    def _flush(
+        self,
+        waiting: list[_Made],
+        ready: Callable[[NodeId, Sequence[ValueId]], bool] = lambda *_: True,
+    ) -> None:
+        """Add those of *waiting* that are *ready*."""
+        for made in [made for made in waiting if ready(*made)]:
+            self._add(*made)
+            waiting.remove(made)
 
     def _add(self, node: NodeId, values: Sequence[ValueId]) -> None:
         program, partial = self._program, self._partial
