@@ -11,6 +11,8 @@ round; and its bound: what must cross the link in one direction at the link's ra
     all-reduce 1 × parameters, ZeRO-1 the same (reduce-scatter ½, all-gather ½), ZeRO-2 ½ per microbatch + ½, ZeRO-3 ½ per
     microbatch (reduce-scatter) + ½ per gather.
 
+Beside it the processor time of a step: on cores that compute, communication takes some of it, which no overlap hides.
+
 The volume's bound lets every byte hide behind any computation. The *order's* bound, of Piper's variants, does not: it is the simulated step of the very plan
 whose chunks together take as long as the computation alone, on a link without latency, all other work being free.
 
@@ -100,11 +102,12 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was measured: seconds per step of each variant in each round; of the checking message; bytes that each of Piper's
+    """What was measured: seconds per step of each variant in each round, and of rank 0's processor; of the checking message; bytes that each of Piper's
     variants sends per step, and of the parameters; seconds that the order of each of Piper's needs; the cores that others kept busy.
     """
 
     seconds: dict[str, list[float]]
+    processor: dict[str, list[float]]
     message: float
     sent: dict[str, int]
     parameters: int
@@ -381,16 +384,18 @@ def work(rank: int, setup: Setup) -> None:
             say(rank, f"ready: {name}")
     say(rank, f"{len(runs)} variants ready in {time.perf_counter() - began:.0f} s")
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    processor: dict[str, list[float]] = {name: [] for name in runs}
     busy, started, own = busy_seconds(), time.perf_counter(), time.process_time()
     for turn in range(setup.warm_up + setup.rounds):
         began = time.perf_counter()
         for name, run in runs.items():
             dist.barrier()
-            at = time.perf_counter()
+            at, used = time.perf_counter(), time.process_time()
             run()
             dist.barrier()
             if turn >= setup.warm_up:
                 seconds[name].append(time.perf_counter() - at)
+                processor[name].append(time.process_time() - used)
         took = time.perf_counter() - began
         kind = " of warm-up" if turn < setup.warm_up else ""
         say(rank, f"round {turn + 1} of {setup.warm_up + setup.rounds}{kind}: {took:.0f} s")
@@ -413,7 +418,7 @@ def work(rank: int, setup: Setup) -> None:
         )
     size = sum(p.nbytes for p in build_model(setup).parameters())
     if rank == 0:
-        found = Found(seconds, message, sent, size, ordered, foreign)
+        found = Found(seconds, processor, message, sent, size, ordered, foreign)
         print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     sys.stdout.flush()
@@ -441,7 +446,10 @@ def report(setup: Setup, found: Found, rate: float) -> None:
     )
     for count in setup.counts:
         alone = found.seconds[f"{ALONE} × {count}"]
-        print(f"data_parallel × {count} {'computation alone':25} {min(alone) * 1e3:7.1f} ms")
+        print(
+            f"data_parallel × {count} {'computation alone':25} {min(alone) * 1e3:7.1f} ms, "
+            f"processor {min(found.processor[f'{ALONE} × {count}']) * 1e3:6.1f} ms"
+        )
         for variant in setup.variants:
             name = f"{variant} × {count}"
             taken = found.seconds[name]
@@ -451,7 +459,7 @@ def report(setup: Setup, found: Found, rate: float) -> None:
             order = min(alone) / found.ordered[name] if name in found.ordered else None
             print(
                 f"data_parallel × {count} {variant:25} {min(taken) * 1e3:7.1f} ms, of the ideal {minima:.3f} (median {middle:.3f}), "
-                f"sends {sent / MIB:6.1f} MiB, bound {bound:.3f}, of the bound {minima / bound:.3f} (median {middle / bound:.3f})"
+                f"processor {min(found.processor[name]) * 1e3:6.1f} ms, sends {sent / MIB:6.1f} MiB, bound {bound:.3f}, of the bound {minima / bound:.3f} (median {middle / bound:.3f})"
                 + (f"; order's bound {order:.3f}, of it {minima / order:.3f}" if order else ""),
                 flush=True,
             )
