@@ -56,7 +56,7 @@ from piper.ops.reduce_scatter import ReduceScatterBucket
 from piper.ops.wait import Wait
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch, signature
-from piper.runtime.state import OptimizerSpec, ParamsArgument
+from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
 from piper.runtime.worker import Worker
 
 REPLICAS = 2

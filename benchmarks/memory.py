@@ -49,7 +49,7 @@ from piper.plan.account import account, adam_bytes, gloo_frame
 from piper.plan.codec import decode_plan, encode_plan
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch, signature
-from piper.runtime.state import OptimizerSpec, ParamsArgument
+from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
 from piper.schedules import SCHEDULES
 
 STAGES = REPLICAS = 2

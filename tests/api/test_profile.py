@@ -13,8 +13,8 @@ from piper.devices.cpu import CpuDevice
 from piper.errors import BatchError, StateError
 from piper.models.mlp import MLP, MLPConfig
 from piper.runtime.batch import signature
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.record import Clock
-from piper.runtime.state import OptimizerSpec
 from piper.runtime.worker import Worker
 from piper.simulate.timeline import Source
 

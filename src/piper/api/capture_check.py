@@ -17,7 +17,8 @@ from piper.errors import CaptureError
 from piper.ir.dag import Dag, LossKind
 from piper.planner import plan
 from piper.runtime.batch import Batch, signature
-from piper.runtime.state import OptimizerSpec, Slice
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.slices import Slice
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
 """Allowed relative error by the loss's element type; rounding stays far below, a wrong graph far above."""

@@ -26,14 +26,10 @@ from piper.capture.precision import Precision, PrecisionLike, make_precision
 from piper.directives.base import Directive
 from piper.errors import CheckError
 from piper.runtime.batch import Batch
-from piper.runtime.state import (
-    ModelState,
-    OptimizerFactory,
-    OptimizerSpec,
-    Slice,
-    StateSnapshot,
-    per_element,
-)
+from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec, per_element
+from piper.runtime.slices import Slice
+from piper.runtime.snapshot import StateSnapshot
+from piper.runtime.state import ModelState
 
 TOLERANCE = 1e-10
 """Largest error that counts as equal, in float64."""

@@ -16,7 +16,8 @@ from piper.devices.tensors import torch_dtype
 from piper.errors import CheckpointError, StateError
 from piper.ir.dag import Dag
 from piper.runtime.checkpoint import INDEX, Checkpoint, encode, merge_files
-from piper.runtime.state import OptimizerSpec, check_snapshot, group_parameters
+from piper.runtime.optimizer import OptimizerSpec, group_parameters
+from piper.runtime.snapshot import check_snapshot
 
 PARTIAL = ".partial-"
 """What the names of folders begin with in which a checkpoint is being written."""

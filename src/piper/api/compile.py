@@ -18,7 +18,8 @@ from piper.directives.base import Directive
 from piper.errors import ConfigError, StateError
 from piper.runtime.batch import Batch
 from piper.runtime.compiled import Compilation
-from piper.runtime.state import OptimizerFactory, OptimizerSpec, Weights
+from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec
+from piper.runtime.state import Weights
 
 
 def compile(  # noqa: A001  (the field's word; users write piper.compile)

@@ -8,7 +8,7 @@ from piper.backends.base import Backend
 from piper.backends.inprocess import InProcessBackend
 from piper.plan.account import gloo_frame
 from piper.planner.budget import Bounds, Limits, Size, to_bytes
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 
 _PROBES = (8, 16)
 """Rows of the matrices of 8 columns on which an optimizer is tried."""

@@ -20,8 +20,9 @@ from piper.dtypes import DType
 from piper.ir.body import TensorSpec
 from piper.ir.dag import Clip, Dag, LossKind, Parameter
 from piper.runtime.batch import Batch
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.random import DrawFrom
-from piper.runtime.state import ModelState, OptimizerSpec
+from piper.runtime.state import ModelState
 
 
 @dataclass(frozen=True, slots=True)

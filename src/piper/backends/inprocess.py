@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from piper.backends.base import WorkerBackend, failure_of, root_cause
+from piper.backends.failures import failure_of, root_cause
+from piper.backends.workers import WorkerBackend
 from piper.devices.cpu import CpuDevice
 from piper.devices.memory import Hub
 from piper.ids import DeviceId

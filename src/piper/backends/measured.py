@@ -13,7 +13,8 @@ from piper.plan.memory import DeviceMemory
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch, signature
 from piper.runtime.measure import MeasuringWorker
-from piper.runtime.state import OptimizerSpec, Weights
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.state import Weights
 
 KEY = "measured"
 

@@ -20,13 +20,10 @@ from safetensors import SafetensorError, safe_open
 
 from piper.devices.tensors import torch_dtype
 from piper.errors import CheckpointError
-from piper.runtime.state import (
-    ModelState,
-    OptimizerSnapshot,
-    Slice,
-    StateSnapshot,
-    per_element,
-)
+from piper.runtime.optimizer import per_element
+from piper.runtime.slices import Slice
+from piper.runtime.snapshot import OptimizerSnapshot, StateSnapshot
+from piper.runtime.state import ModelState
 from piper.runtime.tensor_file import (
     TensorSpec,
     file_digest,

@@ -12,13 +12,8 @@ from torch.optim import Optimizer
 
 from piper.errors import ConfigError
 from piper.ir.dag import Parameter
-from piper.runtime.state import (
-    OptimizerSpec,
-    Slice,
-    build_optimizer,
-    group_parameters,
-    merge_slices,
-)
+from piper.runtime.optimizer import OptimizerSpec, build_optimizer, group_parameters
+from piper.runtime.slices import Slice, merge_slices
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {

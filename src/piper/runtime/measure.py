@@ -24,7 +24,8 @@ from piper.plan.memory import Category, DeviceMemory, Recorder, category_of
 from piper.plan.model import DevicePlan, Plan, SlotInfo
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Closure, Program
-from piper.runtime.state import ModelState, OptimizerSpec, ParamsArgument, Weights
+from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
+from piper.runtime.state import ModelState, Weights
 from piper.runtime.worker import CommunicatorFactory, Worker, _Loaded
 
 

@@ -28,8 +28,11 @@ from piper.runtime.checkpoint import Checkpoint, Refusal, WrittenFile, write_fil
 from piper.runtime.compiled import Compilation
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Program
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.record import Clock, Spans, read_clock
-from piper.runtime.state import ModelState, OptimizerSpec, Slice, StateSnapshot, Weights
+from piper.runtime.slices import Slice
+from piper.runtime.snapshot import StateSnapshot
+from piper.runtime.state import ModelState, Weights
 
 CommunicatorFactory: TypeAlias = Callable[[CommunicatorId, tuple[DeviceId, ...]], Communicator]
 """Makes this device's end; every member makes its own at the same point of the same sequence of
