@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from piper.plan.profile import Profile, load_profile
     from piper.plan.topology import Link, Topology
     from piper.planner import plan
-    from piper.runtime.checkpoint import Checkpoint
+    from piper.runtime.checkpoint.reader import Checkpoint
     from piper.runtime.grouped import grouped_mm
     from piper.schedules import placements
     from piper.simulate import simulate
@@ -90,7 +90,7 @@ __all__ = [
 
 _HOMES = {
     "CheckReport": "piper.api.check",
-    "Checkpoint": "piper.runtime.checkpoint",
+    "Checkpoint": "piper.runtime.checkpoint.reader",
     "Hardware": "piper.plan.costs",
     "Link": "piper.plan.topology",
     "LossScale": "piper.capture.precision",

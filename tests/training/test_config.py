@@ -6,7 +6,8 @@ import torch
 from piper.api.strategies import pipeline
 from piper.directives.strategy import dump_strategy
 from piper.errors import ConfigError
-from piper.training.config import AdamWSection, SGDSection, load_config
+from piper.training.config import load_config
+from piper.training.sections import AdamWSection, SGDSection
 
 STRATEGY = """
 [strategy]

@@ -15,7 +15,10 @@ from piper.backends.base import Backend
 from piper.devices.tensors import torch_dtype
 from piper.errors import CheckpointError, StateError
 from piper.ir.dag import Dag
-from piper.runtime.checkpoint import INDEX, Checkpoint, encode, merge_files
+from piper.runtime.checkpoint.index import INDEX
+from piper.runtime.checkpoint.reader import Checkpoint
+from piper.runtime.checkpoint.values import encode
+from piper.runtime.checkpoint.writer import merge_files
 from piper.runtime.optimizer import OptimizerSpec, group_parameters
 from piper.runtime.snapshot import check_snapshot
 

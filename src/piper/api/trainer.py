@@ -21,7 +21,7 @@ from piper.errors import BatchError, StateError
 from piper.ir.dag import Dag, GradientUse, LossKind
 from piper.plan.account import account
 from piper.runtime.batch import Batch, Data
-from piper.runtime.checkpoint import Checkpoint
+from piper.runtime.checkpoint.reader import Checkpoint
 from piper.runtime.compiled import Compilation
 from piper.runtime.elementwise import check_optimizer
 from piper.runtime.optimizer import OptimizerSpec

@@ -17,7 +17,8 @@ from piper.errors import (
 from piper.plan.model import Plan
 from piper.registry import Registry
 from piper.runtime.batch import Batch, Data, Signature
-from piper.runtime.checkpoint import Checkpoint, WrittenFile
+from piper.runtime.checkpoint.reader import Checkpoint
+from piper.runtime.checkpoint.writer import WrittenFile
 from piper.runtime.compiled import Compilation
 from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.record import Spans

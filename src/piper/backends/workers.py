@@ -31,7 +31,8 @@ from piper.errors import (
 from piper.ops.load_input import LoadInput
 from piper.plan.model import DevicePlan, Plan
 from piper.runtime.batch import Batch, Data, FixedBatches, Signature, signature
-from piper.runtime.checkpoint import Checkpoint, Refusal, WrittenFile
+from piper.runtime.checkpoint.reader import Checkpoint
+from piper.runtime.checkpoint.writer import Refusal, WrittenFile
 from piper.runtime.compiled import Compilation
 from piper.runtime.optimizer import OptimizerSpec, group_parameters
 from piper.runtime.record import Clock

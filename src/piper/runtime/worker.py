@@ -24,7 +24,8 @@ from piper.runtime.batch import (
     flatten,
     signature_of,
 )
-from piper.runtime.checkpoint import Checkpoint, Refusal, WrittenFile, write_file
+from piper.runtime.checkpoint.reader import Checkpoint
+from piper.runtime.checkpoint.writer import Refusal, WrittenFile, write_file
 from piper.runtime.compiled import Compilation
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Program

@@ -12,7 +12,8 @@ import msgspec
 from piper.api.checkpoint import PARTIAL
 from piper.api.trainer import Trainer
 from piper.errors import ConfigError
-from piper.runtime.checkpoint import INDEX, Checkpoint
+from piper.runtime.checkpoint.index import INDEX
+from piper.runtime.checkpoint.reader import Checkpoint
 from piper.training.config import RunConfig
 
 FOLDER = "checkpoints"

@@ -21,7 +21,7 @@ from piper.models.transformer import Transformer, generate, transformer_loss
 from piper.plan.codec import save_plan
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch
-from piper.runtime.checkpoint import Checkpoint
+from piper.runtime.checkpoint.reader import Checkpoint
 from piper.training.checkpoint import (
     FOLDER,
     RunCheckpoints,
