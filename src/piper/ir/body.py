@@ -19,6 +19,9 @@ from piper.dtypes import DType
 from piper.ids import BodyId
 from piper.ir.symbols import Dim, Expr, bind
 
+GETITEM = "operator.getitem"
+"""The call that picks one result of a call that has several."""
+
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensor"):
     """Shape (sizes may be expressions over symbols) and element type."""
@@ -84,7 +87,7 @@ Arg: TypeAlias = Ref | Expr | Const | Literal | Sequence | bool | int | float | 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One operator call.
 
-    ``target`` is an ATen overload such as ``aten.mm.default``, or ``operator.getitem`` which picks one
+    ``target`` is an ATen overload such as ``aten.mm.default``, or ``operator.getitem``, which picks one
     result of a multi-result call. ``results`` has the spec of each result (``None`` for a result that is
     not a tensor). ``rng`` is the slot of the random stream that a random call draws from.
     """

@@ -15,17 +15,8 @@ from msgspec.structs import replace as replace_struct
 
 from piper.errors import DirectiveError
 from piper.ir import body as ir
-from piper.ir.body import Arg, Body, Const, Ref, TensorSpec, call_refs
-from piper.ir.parts import (
-    GETITEM,
-    Local,
-    Part,
-    Reference,
-    assemble,
-    renamed,
-    slice_calls,
-    spec_of,
-)
+from piper.ir.body import GETITEM, Arg, Body, Const, Ref, TensorSpec, call_refs
+from piper.ir.parts import Local, Part, Reference, assemble, renamed, slice_calls, spec_of
 from piper.ir.views import PARTS, is_view
 
 Position: TypeAlias = int

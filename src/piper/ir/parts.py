@@ -9,8 +9,6 @@ from msgspec.structs import replace as replace_struct
 from piper.ir import body as ir
 from piper.ir.body import Arg, Body, Ref, TensorSpec, call_refs
 
-GETITEM = "operator.getitem"
-
 Reference: TypeAlias = int
 """Into a body: below the number of inputs an input, else a call."""
 

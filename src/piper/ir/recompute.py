@@ -17,11 +17,11 @@ from msgspec.structs import replace as replace_struct
 
 from piper.ids import BodyId, NodeId, ValueId
 from piper.ir import body as ir
-from piper.ir.body import Body, TensorSpec, body_id, call_refs
+from piper.ir.body import GETITEM, Body, TensorSpec, body_id, call_refs
 from piper.ir.core import core_chunks
 from piper.ir.dag import Chunk, Dag, Node, Pass, Role, Tags, Value
 from piper.ir.edit import Edit
-from piper.ir.parts import GETITEM, Local, Part, Reference, assemble, slice_calls, spec_of, whole
+from piper.ir.parts import Local, Part, Reference, assemble, slice_calls, spec_of, whole
 from piper.ops.compute import Call
 
 

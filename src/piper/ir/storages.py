@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from piper.ir.body import Body, Call, call_refs
+from piper.ir.body import GETITEM, Body, Call, call_refs
 from piper.ir.views import VIEWS
-
-GETITEM = "operator.getitem"
 
 IN_PLACE_SUMS = frozenset(
     f"aten.{name}.default"

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from piper.dtypes import DType
-from piper.ir.body import Body, Call, Ref, TensorSpec, call_refs
-from piper.ir.storages import GETITEM
+from piper.ir.body import GETITEM, Body, Call, Ref, TensorSpec, call_refs
 from piper.ir.views import VIEWS
 from piper.ops.base import Instruction
 from piper.plan.model import DevicePlan

@@ -28,8 +28,6 @@ AddingCode: TypeAlias = Callable[
 ]
 """``(inputs, random key, totals) -> outputs``: see :func:`adding_function`."""
 
-GETITEM = "operator.getitem"
-
 
 def chunk_function(body: ir.Body, bindings: Mapping[str, int], device: torch.device) -> ChunkCode:
     """The code of *body* with every symbol bound, for tensors on *device*. Cached.
@@ -79,7 +77,7 @@ def resolve(target: str) -> Callable[..., object]:
 
     Raises :class:`PlanError` when there is none.
     """
-    if target == GETITEM:
+    if target == ir.GETITEM:
         return operator.getitem
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.rpartition(".")
@@ -162,7 +160,7 @@ class _Writer:
 
     def _call(self, call: ir.Call) -> str:
         arguments = [self._argument(arg) for arg in call.args]
-        if call.target == GETITEM:
+        if call.target == ir.GETITEM:
             return f"{arguments[0]}[{arguments[1]}]"
         arguments += [f"{name}={self._argument(arg)}" for name, arg in call.kwargs]
         function = self._function(call)

@@ -8,8 +8,6 @@ import msgspec
 from piper.ir import body as ir
 from piper.ir.views import VIEWS
 
-GETITEM = "operator.getitem"
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -27,7 +25,7 @@ class Piece:
     def computes(self) -> bool:
         """Whether it does more than look at its inputs in another way."""
         return any(
-            call.target != GETITEM and call.target.rpartition(".")[0] not in VIEWS
+            call.target != ir.GETITEM and call.target.rpartition(".")[0] not in VIEWS
             for call in self.body.calls
         )
 
@@ -65,7 +63,7 @@ def _phases(body: ir.Body) -> list[int]:
     for call in body.calls:
         before = [phases[ref - count] for ref in ir.call_refs(call) if ref >= count]
         latest = max(before, default=0)
-        if call.target == GETITEM:
+        if call.target == ir.GETITEM:
             phases.append(latest)
         elif call.rng is None:
             phases.append(latest + latest % 2)
