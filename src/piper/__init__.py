@@ -1,7 +1,8 @@
 """Piper: programmable distributed training for PyTorch.
 
-Annotate regions of a model, state a strategy as directives, and train: see :func:`compile`. Step by step:
-:func:`capture`, :func:`apply`, :func:`plan`, :func:`verify`, :func:`simulate`, :func:`visualize`; :func:`check` compares a strategy with single-process training.
+Annotate regions of a model, state a strategy as directives, and train: see :func:`compile`. Step by
+step: :func:`capture`, :func:`apply`, :func:`plan`, :func:`verify`, :func:`simulate`,
+:func:`visualize`; :func:`check` compares a strategy with single-process training.
 
 Each name is imported when it is first used: ``import piper`` alone loads neither PyTorch nor Ray.
 """

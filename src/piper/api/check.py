@@ -35,18 +35,23 @@ TOLERANCE = 1e-10
 """Largest error that counts as equal, in float64."""
 
 PRECISION_TOLERANCE = 1e-5
-"""Largest error that counts as equal under a mixed-precision policy. What is computed in the compute type is rounded alike on both sides, bit for bit;
-only sums in the reduce type (float32: 6e-8) are added in another order, which the update and the next steps make little larger."""
+"""Largest error that counts as equal under a mixed-precision policy. What is computed in the
+compute type is rounded alike on both sides, bit for bit; only sums in the reduce type (float32:
+6e-8) are added in another order, which the update and the next steps make little larger.
+"""
 
 WHOLE_BATCH_TOLERANCE = 1e-8
-"""Larger differences between the step's loss and that of the whole batch in one piece are pointed out."""
+"""Larger differences between the step's loss and that of the whole batch in one piece are pointed
+out.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepErrors:
-    """Errors of one step against single-process training: of the loss, and, on every device that holds one, of each gradient,
-    updated parameter, buffer, and tensor of the optimizer's state; of the gradients' norm, if they are clipped; of the scale of the loss, if that is
-    scaled, which is infinitely wrong too where a step was skipped on one side only.
+    """Errors of one step against single-process training: of the loss, and, on every device that
+    holds one, of each gradient, updated parameter, buffer, and tensor of the optimizer's state; of
+    the gradients' norm, if they are clipped; of the scale of the loss, if that is scaled, which is
+    infinitely wrong too where a step was skipped on one side only.
     """
 
     step: int
@@ -63,8 +68,9 @@ class StepErrors:
 class CheckReport:
     """The comparison. Print it with rich, or read its fields.
 
-    ``whole_batch_difference`` is the relative difference between the first step's loss and the loss of the whole batch in one
-    piece: nonzero where microbatches change the meaning of the model (BatchNorm, means over unequal counts).
+    ``whole_batch_difference`` is the relative difference between the first step's loss and the loss
+    of the whole batch in one piece: nonzero where microbatches change the meaning of the model
+    (BatchNorm, means over unequal counts).
     """
 
     steps: tuple[StepErrors, ...]
@@ -153,15 +159,18 @@ def check(
     backend: Backend | None = None,
     compile: bool | Literal["fallback"] = False,  # noqa: A002 (as in piper.compile)
 ) -> CheckReport:
-    """Train a float64 copy of *model* for *steps* steps under *strategy*, and in one process, and compare.
+    """Train a float64 copy of *model* for *steps* steps under *strategy*, and in one process, and
+    compare.
 
-    With a *precision*, both train a copy in the model's own types under that policy instead: this shows that the strategy keeps to the
-    policy, and float64 that it computes the right thing. *tolerance* is by default :data:`TOLERANCE`, with a policy
-    :data:`PRECISION_TOLERANCE`.
+    With a *precision*, both train a copy in the model's own types under that policy instead: this
+    shows that the strategy keeps to the policy, and float64 that it computes the right thing.
+    *tolerance* is by default :data:`TOLERANCE`, with a policy :data:`PRECISION_TOLERANCE`.
 
-    *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on every device that holds a copy, every
-    gradient, parameter, buffer and optimizer state, and the norm where gradients are clipped. *backend* defaults to threads of this process; its workers must be threads,
-    since the gradients are seen there. *compile* is that of :func:`piper.compile`: the single process is never compiled. Raises what :func:`piper.compile` raises.
+    *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on
+    every device that holds a copy, every gradient, parameter, buffer and optimizer state, and the
+    norm where gradients are clipped. *backend* defaults to threads of this process; its workers
+    must be threads, since the gradients are seen there. *compile* is that of :func:`piper.compile`:
+    the single process is never compiled. Raises what :func:`piper.compile` raises.
     """
     if steps < 1:
         raise CheckError(f"steps must be at least 1 to compare anything, found {steps}")
@@ -213,7 +222,9 @@ def check(
 
 
 def _norm_error(found: float | None, expected: float | None) -> float:
-    """Relative error of the norm of all gradients; 0 where there is none, or is no number, on both sides."""
+    """Relative error of the norm of all gradients; 0 where there is none, or is no number, on both
+    sides.
+    """
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
     if math.isnan(found) and math.isnan(expected):
@@ -264,7 +275,9 @@ class _Tap:
 
 
 def _completed(part: Slice, tensor: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
-    """A slice in place of that of what is *expected*, so that it can be compared as a whole tensor."""
+    """A slice in place of that of what is *expected*, so that it can be compared as a whole
+    tensor.
+    """
     if expected is None:
         return tensor
     whole = expected.clone().contiguous()
@@ -310,8 +323,8 @@ def _state_errors(copies: Sequence[StateSnapshot], state: ModelState) -> _StateE
 def _held_errors(
     copies: Sequence[Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]
 ) -> Errors:
-    """Errors of what each device holds. Norms count among all of *expected*, not only what is held. A copy in another type than
-    is *expected*, as chunks read it, must be what is expected, rounded.
+    """Errors of what each device holds. Norms count among all of *expected*, not only what is held.
+    A copy in another type than is *expected*, as chunks read it, must be what is expected, rounded.
     """
     held = {name for copy in copies for name in copy}
     worst = dict.fromkeys(expected.keys() - held, math.inf)
@@ -344,7 +357,9 @@ def _optimizer_errors(copies: Sequence[StateSnapshot], expected: StateSnapshot) 
 def _by_kind(
     snapshot: StateSnapshot, expected: Mapping[str, Mapping[str, torch.Tensor]] | None = None
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's state by key, then by parameter; numbers as tensors, slices completed by what is *expected*."""
+    """The optimizer's state by key, then by parameter; numbers as tensors, slices completed by what
+    is *expected*.
+    """
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, entries in (snapshot.optimizer.state if snapshot.optimizer else {}).items():
         for key, value in entries.items():

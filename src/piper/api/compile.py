@@ -48,29 +48,35 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
 ) -> Trainer:
     """Capture, plan and verify a training step, then start workers for it.
 
-    ``loss_fn(outputs, targets)`` returns a scalar mean over samples, or ``(sum, weight)``. ``strategy`` is a list of
-    directives. ``example_batch`` is a *global* batch ``(inputs, targets)``; inputs are a tensor, a tuple (``*args``)
-    or a mapping (``**kwargs``). ``optimizer`` takes what ``torch.optim`` classes take first and returns one;
-    ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``; ``lr_schedule`` maps the step to a factor on
-    the learning rates. ``backend`` is ``"ray"`` (one process per device), ``"inprocess"`` (one thread per device) or
-    a backend of your own. ``max_grad_norm`` clips the gradients by the norm of all of them together, as
-    ``torch.nn.utils.clip_grad_norm_`` does on one device (``norm_type`` 2 or ``math.inf``; with ``math.inf`` as bound the norm is
-    only reported). ``precision`` is a :class:`piper.Precision`, or one of the names ``"bf16"``, ``"fp16"``, ``"float32"`` and ``"float64"``: in
-    which types is computed, reduced and updated, and whether the loss is scaled (then the norm is reported too); without it, in those that the model and
-    the batch have. ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
-    model on the meta device: a mapping, or a function from names to one. With ``compile``, each chunk goes through
-    TorchInductor when the workers start (forward, backward and the halves of a split backward, each distinct body once in a
-    process; results are cached on disk); one that cannot be compiled is a :class:`CompileError`, or, with
-    ``"fallback"``, runs as it is, with a warning. ``verify_capture`` compares one
-    microbatch's loss and gradients with eager PyTorch first (skipped on the meta device).
+    ``loss_fn(outputs, targets)`` returns a scalar mean over samples, or ``(sum, weight)``.
+    ``strategy`` is a list of directives. ``example_batch`` is a *global* batch ``(inputs,
+    targets)``; inputs are a tensor, a tuple (``*args``) or a mapping (``**kwargs``). ``optimizer``
+    takes what ``torch.optim`` classes take first and returns one; ``param_groups`` are mappings
+    ``{"names": [pattern, ...], **options}``; ``lr_schedule`` maps the step to a factor on the
+    learning rates. ``backend`` is ``"ray"`` (one process per device), ``"inprocess"`` (one thread
+    per device) or a backend of your own. ``max_grad_norm`` clips the gradients by the norm of all
+    of them together, as ``torch.nn.utils.clip_grad_norm_`` does on one device (``norm_type`` 2 or
+    ``math.inf``; with ``math.inf`` as bound the norm is only reported). ``precision`` is a
+    :class:`piper.Precision`, or one of the names ``"bf16"``, ``"fp16"``, ``"float32"`` and
+    ``"float64"``: in which types is computed, reduced and updated, and whether the loss is scaled
+    (then the norm is reported too); without it, in those that the model and the batch have.
+    ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights
+    of a model on the meta device: a mapping, or a function from names to one. With ``compile``,
+    each chunk goes through TorchInductor when the workers start (forward, backward and the halves
+    of a split backward, each distinct body once in a process; results are cached on disk); one that
+    cannot be compiled is a :class:`CompileError`, or, with ``"fallback"``, runs as it is, with a
+    warning. ``verify_capture`` compares one microbatch's loss and gradients with eager PyTorch
+    first (skipped on the meta device).
 
-    ``memory_budget`` (bytes, or a text such as ``"512MiB"``) bounds the planned peak of every device, optimizer state included, and of every
-    plan that the trainer makes; ``receive_bytes``, ``gather_bytes`` and ``fetch_bytes`` bound what a device receives, gathers of sharded
-    parameters, and brings back from host memory before it is needed, ``reduce_bytes`` what reductions have in flight. See :func:`piper.plan`.
+    ``memory_budget`` (bytes, or a text such as ``"512MiB"``) bounds the planned peak of every
+    device, optimizer state included, and of every plan that the trainer makes; ``receive_bytes``,
+    ``gather_bytes`` and ``fetch_bytes`` bound what a device receives, gathers of sharded
+    parameters, and brings back from host memory before it is needed, ``reduce_bytes`` what
+    reductions have in flight. See :func:`piper.plan`.
 
     Everything that can be refused is refused here, before any worker starts: :class:`CaptureError`,
-    :class:`FilterError`, :class:`DirectiveError` and its subclasses, :class:`VerificationError`, :class:`ConfigError`,
-    :class:`MemoryBudgetError`.
+    :class:`FilterError`, :class:`DirectiveError` and its subclasses, :class:`VerificationError`,
+    :class:`ConfigError`, :class:`MemoryBudgetError`.
     """
     clip = make_clip(max_grad_norm, norm_type)
     policy = make_precision(precision)

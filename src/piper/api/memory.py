@@ -42,8 +42,9 @@ def frame_bytes(backend: Backend | str) -> Callable[[int], int]:
 
 
 def optimizer_bytes(spec: OptimizerSpec | None) -> Callable[[int], int]:
-    """Bytes of optimizer state for a trained tensor of so many bytes: what the optimizer keeps for two small matrices, and in
-    between and beyond in proportion. Of several parameter groups, that which keeps the most counts.
+    """Bytes of optimizer state for a trained tensor of so many bytes: what the optimizer keeps for
+    two small matrices, and in between and beyond in proportion. Of several parameter groups, that
+    which keeps the most counts.
     """
     if spec is None:
         return lambda _: 0

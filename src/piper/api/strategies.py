@@ -81,7 +81,8 @@ def pipeline(
 
 
 def stages_per_group(schedule: str, num_virtual_stages: int | None = None) -> int:
-    """How many stages each group holds under *schedule*, where the user asks for *num_virtual_stages*.
+    """How many stages each group holds under *schedule*, where the user asks for
+    *num_virtual_stages*.
 
     Raises :class:`~piper.errors.ScheduleError` for a number that the schedule does not have.
     """

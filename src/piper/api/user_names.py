@@ -1,4 +1,6 @@
-"""The model's state under the names that the user's model gives it, of which a tied tensor has several."""
+"""The model's state under the names that the user's model gives it, of which a tied tensor has
+several.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -51,7 +51,8 @@ class _Known:
 
 
 class WorkerBackend(ABC):
-    """Implements :class:`~piper.backends.base.Backend` over one :class:`~piper.runtime.worker.Worker` per device.
+    """Implements :class:`~piper.backends.base.Backend` over one
+    :class:`~piper.runtime.worker.Worker` per device.
 
     A subclass says how workers are started, called and stopped.
     """
@@ -79,7 +80,9 @@ class WorkerBackend(ABC):
         """Stop the workers, at once. May be called twice."""
 
     def _share(self, value: object) -> object:
-        """*value* in the form in which several workers' arguments may carry it at the cost of one."""
+        """*value* in the form in which several workers' arguments may carry it at the cost of
+        one.
+        """
         return value
 
     def __enter__(self) -> Self:

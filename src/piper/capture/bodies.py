@@ -19,8 +19,8 @@ from piper.ir.body import GETITEM, Arg, Body, Call, Const, Literal, Ref, TensorS
 
 Node: TypeAlias = torch.fx.Node
 
-# The graph's views were legal for the strides of its values. A value that comes from another device is
-# contiguous, so a view of it (or of a sunk view of it) may need a copy.
+# The graph's views were legal for the strides of its values. A value that comes from another device
+# is contiguous, so a view of it (or of a sunk view of it) may need a copy.
 _STRIDE_FREE = {
     "aten.view.default": "aten.reshape.default",
     "aten._unsafe_view.default": "aten.reshape.default",

@@ -13,8 +13,8 @@ from piper.ops.p2p import Transfer
 
 
 def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
-    """The core chunks, each reading the values that its producers made, or parameters, and not transferred, exchanged,
-    gathered or fetched copies of them.
+    """The core chunks, each reading the values that its producers made, or parameters, and not
+    transferred, exchanged, gathered or fetched copies of them.
     """
     origin: dict[ValueId, ValueId] = {}
     parameters = {v.name: v.id for v in dag.values.values() if v.role is Role.PARAMETER}

@@ -24,8 +24,9 @@ from piper.ops.bucket import BucketCollective, Collect
 
 @work
 class AllGather(Work, frozen=True):
-    """Output i is the tensor whose slices are the members' i-th inputs (see ``ReduceScatter``), for node ``use``. Outputs are of one element
-    type, to which the slices are rounded before they are sent.
+    """Output i is the tensor whose slices are the members' i-th inputs (see ``ReduceScatter``), for
+    node ``use``. Outputs are of one element type, to which the slices are rounded before they are
+    sent.
 
     It starts as early as the planner likes: its inputs are state.
     """
@@ -42,8 +43,8 @@ class AllGather(Work, frozen=True):
 
 @work
 class Refresh(Work, frozen=True):
-    """Overwrite the parameters ``names``, all of one element type, by what the members' slices, one input per name, make together, rounded
-    to that type before they are sent.
+    """Overwrite the parameters ``names``, all of one element type, by what the members' slices, one
+    input per name, make together, rounded to that type before they are sent.
     """
 
     names: tuple[str, ...]
@@ -98,8 +99,8 @@ def gather(
     communicator: Communicator,
     tensors: Sequence[Tensor],
 ) -> tuple[Handle, Collect]:
-    """Begin an all-gather of slices *tensors*; it makes tensors with the given messages, of whose type the slices are made before they
-    are sent.
+    """Begin an all-gather of slices *tensors*; it makes tensors with the given messages, of whose
+    type the slices are made before they are sent.
     """
     shapes, dtype = tuple(message.shape for message in messages), messages[0].dtype
     lengths = tuple((shard_length(shape, count),) for shape in shapes)

@@ -18,8 +18,8 @@ from piper.ops.base import (
 
 @work
 class Call(Work, frozen=True):
-    """The node calls a body. ``rng`` gives, per random slot of the body, the ordinal of that op among the random
-    ops of the captured graph.
+    """The node calls a body. ``rng`` gives, per random slot of the body, the ordinal of that op
+    among the random ops of the captured graph.
     """
 
     body: BodyId

@@ -8,7 +8,9 @@ from piper.ops.base import Handle, Instruction, Runtime, instruction
 
 @instruction
 class Free(Instruction, frozen=True, kw_only=True):
-    """Empty ``slots`` once the stream gets here; their memory is available to later work of that stream."""
+    """Empty ``slots`` once the stream gets here; their memory is available to later work of that
+    stream.
+    """
 
     slots: tuple[Slot, ...]
 

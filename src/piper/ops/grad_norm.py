@@ -1,7 +1,8 @@
 """The norm of all gradients together: measured in parts where they are, combined, finished.
 
-A *part* is the sum of the squares of some elements (2-norm), or the largest magnitude among them (infinity norm), as a float64
-scalar: squares that a gradient's own element type could not hold are held.
+A *part* is the sum of the squares of some elements (2-norm), or the largest magnitude among them
+(infinity norm), as a float64 scalar: squares that a gradient's own element type could not hold are
+held.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,9 @@ class Norm(StrEnum):
 
 @work
 class NormPart(LocalWork, frozen=True):
-    """The one output is the part of all inputs; if ``scaled``, the last input is the scalar that the others are divided by first."""
+    """The one output is the part of all inputs; if ``scaled``, the last input is the scalar that
+    the others are divided by first.
+    """
 
     norm: Norm
     scaled: bool = False

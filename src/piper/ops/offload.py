@@ -18,8 +18,8 @@ from piper.ops.base import (
 
 
 class _Copy(Work, frozen=True):
-    """Output i is input i elsewhere; nothing leaves the device. Each direction has its own stream, so that neither holds up
-    the other.
+    """Output i is input i elsewhere; nothing leaves the device. Each direction has its own stream,
+    so that neither holds up the other.
     """
 
     def communicator(self, stream: Stream, group: tuple[DeviceId, ...]) -> CommunicatorId:  # noqa: ARG002
@@ -28,7 +28,9 @@ class _Copy(Work, frozen=True):
 
 @work
 class Offload(_Copy, frozen=True):
-    """Copy values to host memory. Those that share memory are nodes' inputs together, and are copied once."""
+    """Copy values to host memory. Those that share memory are nodes' inputs together, and are
+    copied once.
+    """
 
     def stream(self, stream: Stream, group: tuple[DeviceId, ...]) -> Stream:  # noqa: ARG002
         return Stream(f"{stream}:out")
@@ -43,7 +45,9 @@ class Offload(_Copy, frozen=True):
 
 @work
 class Fetch(_Copy, frozen=True):
-    """Copy values back that ``Offload`` put into host memory. It starts as early as the planner likes, once they are there."""
+    """Copy values back that ``Offload`` put into host memory. It starts as early as the planner
+    likes, once they are there.
+    """
 
     @property
     def early(self) -> bool:
@@ -106,7 +110,9 @@ class _HostCopy(Instruction, frozen=True, kw_only=True):
 
 @instruction
 class CopyToHost(_HostCopy, frozen=True, kw_only=True):
-    """Copy tensors into host memory; complete when they are there and the tensors may be given up."""
+    """Copy tensors into host memory; complete when they are there and the tensors may be given
+    up.
+    """
 
     def start(self, runtime: Runtime, tensors: list[Tensor]) -> tuple[Sequence[Tensor], Handle]:
         return runtime.device.to_host(tensors, self.stream)
@@ -114,7 +120,9 @@ class CopyToHost(_HostCopy, frozen=True, kw_only=True):
 
 @instruction
 class CopyFromHost(_HostCopy, frozen=True, kw_only=True):
-    """Copy tensors back from host memory; complete when they are on the device and the host's copies may be given up."""
+    """Copy tensors back from host memory; complete when they are on the device and the host's
+    copies may be given up.
+    """
 
     def start(self, runtime: Runtime, tensors: list[Tensor]) -> tuple[Sequence[Tensor], Handle]:
         return runtime.device.from_host(tensors, self.stream)

@@ -8,8 +8,8 @@ from piper.ops.base import Handle, Instruction, Runtime, instruction
 
 @instruction
 class Report(Instruction, frozen=True, kw_only=True):
-    """Report the scalar in ``slot`` as ``name`` (``loss`` or ``weight``) of global microbatch ``microbatch``, or as ``grad_norm`` of
-    the step (``microbatch`` 0).
+    """Report the scalar in ``slot`` as ``name`` (``loss`` or ``weight``) of global microbatch
+    ``microbatch``, or as ``grad_norm`` of the step (``microbatch`` 0).
     """
 
     name: str

@@ -17,7 +17,9 @@ from piper.ops.base import (
 
 @work
 class RoundMasters(LocalWork, frozen=True):
-    """Overwrite the parameters ``names`` by their master copies, one whole one per name, rounded to the parameters' element type."""
+    """Overwrite the parameters ``names`` by their master copies, one whole one per name, rounded to
+    the parameters' element type.
+    """
 
     names: tuple[str, ...]
 

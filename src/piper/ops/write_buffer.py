@@ -8,8 +8,8 @@ from piper.ops.base import Handle, Instruction, Runtime, Work, instruction, work
 
 @work
 class StoreBuffer(Work, frozen=True):
-    """The one input becomes the value of the buffer ``name``; if it is the sum of ``replicas`` values, each the buffer's old value and a
-    change, the buffer's changes are added up.
+    """The one input becomes the value of the buffer ``name``; if it is the sum of ``replicas``
+    values, each the buffer's old value and a change, the buffer's changes are added up.
     """
 
     name: str
@@ -21,7 +21,9 @@ class StoreBuffer(Work, frozen=True):
 
 @instruction
 class WriteBuffer(Instruction, frozen=True, kw_only=True):
-    """Store ``value``, less ``replicas - 1`` times what the buffer was, in the buffer ``name``, whose slot is ``buffer``."""
+    """Store ``value``, less ``replicas - 1`` times what the buffer was, in the buffer ``name``,
+    whose slot is ``buffer``.
+    """
 
     name: str
     buffer: Slot

@@ -105,7 +105,9 @@ def signature_of(leaves: Mapping[str, object]) -> Signature:
 
 
 def digest(leaves: Mapping[str, object]) -> int:
-    """32 bits that differ, with near certainty, between batches of different content: a checksum of samples of every tensor."""
+    """32 bits that differ, with near certainty, between batches of different content: a checksum of
+    samples of every tensor.
+    """
     found = 0
     for name in sorted(leaves):
         leaf = leaves[name]

@@ -40,12 +40,14 @@ STEP = "step"
 """The optimizer's counter."""
 
 _SCALARS = frozenset({STEP, "eta", "mu", "mu_product"})
-"""What torch's optimizers keep once per parameter; their shape does not tell for a parameter of no dimensions."""
+"""What torch's optimizers keep once per parameter; their shape does not tell for a parameter of no
+dimensions.
+"""
 
 
 def per_element(key: str, value: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether an entry of the optimizer's state has an element for each one of the parameter, or slice, of *shape*, so that it is
-    cut where that is.
+    """Whether an entry of the optimizer's state has an element for each one of the parameter, or
+    slice, of *shape*, so that it is cut where that is.
     """
     return tuple(value.shape) == tuple(shape) and key not in _SCALARS
 
@@ -55,9 +57,11 @@ def build_optimizer(
     model: Mapping[str, Parameter],
     trained: Mapping[str, torch.nn.Parameter],
 ) -> Optimizer:
-    """The optimizer over *trained*, which are (slices of) some of the parameters that *model* describes, in their groups.
+    """The optimizer over *trained*, which are (slices of) some of the parameters that *model*
+    describes, in their groups.
 
-    Raises :class:`ConfigError` for an optimizer that cannot serve, and what :func:`group_parameters` raises.
+    Raises :class:`ConfigError` for an optimizer that cannot serve, and what
+    :func:`group_parameters` raises.
     """
     groups = group_parameters(model, spec.param_groups)
     argument: ParamsArgument = cast("list[torch.Tensor]", list(trained.values()))

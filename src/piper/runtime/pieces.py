@@ -33,7 +33,8 @@ class Piece:
 def cut_at_random_calls(body: ir.Body) -> tuple[Piece, ...]:
     """*body* as pieces to be run in order: as few as there can be if random calls stand alone.
 
-    Calls that no output needs are left out. A result of several parts stays with what picks from it.
+    Calls that no output needs are left out. A result of several parts stays with what picks from
+    it.
     """
     wanted = _needed(body)
     phases: dict[int, list[int]] = {}
@@ -58,7 +59,9 @@ def _needed(body: ir.Body) -> set[int]:
 
 
 def _phases(body: ir.Body) -> list[int]:
-    """The phase of each call: even ones compute, odd ones draw. A call comes as early as its arguments allow."""
+    """The phase of each call: even ones compute, odd ones draw. A call comes as early as its
+    arguments allow.
+    """
     count, phases = len(body.inputs), list[int]()
     for call in body.calls:
         before = [phases[ref - count] for ref in ir.call_refs(call) if ref >= count]

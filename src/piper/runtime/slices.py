@@ -10,11 +10,11 @@ from piper.ops.base import shard_length
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Slice ``index`` of ``count`` equal runs of a tensor's flattened elements (the last ones may be short or empty). The only slice of a
-    tensor is the tensor itself, in its shape.
+    """Slice ``index`` of ``count`` equal runs of a tensor's flattened elements (the last ones may
+    be short or empty). The only slice of a tensor is the tensor itself, in its shape.
 
-    Where experts are sharded, ``experts`` says which of how many equal parts of dimension 0 is meant; the slice is one of that part, or,
-    with ``count`` 1, the part itself in its own shape.
+    Where experts are sharded, ``experts`` says which of how many equal parts of dimension 0 is
+    meant; the slice is one of that part, or, with ``count`` 1, the part itself in its own shape.
     """
 
     index: int = 0
@@ -27,7 +27,9 @@ class Slice:
         return tensor if count == 1 else tensor.chunk(count)[index]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice, one-dimensional (unless it is a whole part of the experts), without padding; a view of *tensor* where possible."""
+        """The slice, one-dimensional (unless it is a whole part of the experts), without padding; a
+        view of *tensor* where possible.
+        """
         part = self.part(tensor)
         if self.count == 1:
             return part

@@ -1,4 +1,6 @@
-"""Copies of the model's state by name, whatever layout they were taken from, and whether one fits a model."""
+"""Copies of the model's state by name, whatever layout they were taken from, and whether one fits a
+model.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,9 +25,11 @@ class OptimizerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """Parameters and buffers by their first names, and the optimizer's state. The mappings may read a file at each access.
+    """Parameters and buffers by their first names, and the optimizer's state. The mappings may read
+    a file at each access.
 
-    In a device's part of a snapshot, ``shards`` has the slices that it holds, whose optimizer state is that of the slice.
+    In a device's part of a snapshot, ``shards`` has the slices that it holds, whose optimizer state
+    is that of the slice.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -37,8 +41,8 @@ class StateSnapshot:
 def check_tensor(
     kind: str, name: str, tensor: torch.Tensor, spec: TensorSpec, types: ElementTypes | None = None
 ) -> None:
-    """Raise :class:`StateError` unless *tensor* has the shape and type of *spec*; under mixed precision any floating-point type does for
-    another.
+    """Raise :class:`StateError` unless *tensor* has the shape and type of *spec*; under mixed
+    precision any floating-point type does for another.
     """
     found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     if types is not None and spec.dtype.is_real_floating and tensor.is_floating_point():
@@ -56,7 +60,8 @@ def check_snapshot(
     types: ElementTypes | None = None,
 ) -> None:
     """Raise :class:`StateError` unless *snapshot* is a complete state of the model (non-persistent
-    buffers may be absent). Under mixed precision (*types*) its parameters may be of any floating-point type.
+    buffers may be absent). Under mixed precision (*types*) its parameters may be of any
+    floating-point type.
     """
     _check_names("parameter", snapshot.parameters, parameters, set(parameters))
     required = {name for name, buffer in buffers.items() if buffer.persistent}

@@ -29,10 +29,12 @@ names.
 class ModelState:
     """Parameters and buffers of one device; the tensors keep their identity for the state's life.
 
-    A device may hold a parameter whole, or a slice of it, or both; what the optimizer updates is the slice if there is one.
-    *parameters* are whole tensors in either case; *slices* says of which a slice is held, *whole* which are held whole. Under mixed precision
-    (*types*) slices, of which a master copy is one, are in the type in which parameters are updated; values of any floating-point type are
-    converted. *experts* says of which only a part of the experts is held ("whole" then means that part), as (index, count).
+    A device may hold a parameter whole, or a slice of it, or both; what the optimizer updates is
+    the slice if there is one. *parameters* are whole tensors in either case; *slices* says of which
+    a slice is held, *whole* which are held whole. Under mixed precision (*types*) slices, of which
+    a master copy is one, are in the type in which parameters are updated; values of any
+    floating-point type are converted. *experts* says of which only a part of the experts is held
+    ("whole" then means that part), as (index, count).
 
     Raises :class:`StateError` for a tensor that does not have the model's shape or type,
     :class:`ConfigError` for an optimizer that cannot serve.
@@ -122,9 +124,9 @@ class ModelState:
         *,
         only_finite: bool = False,
     ) -> None:
-        """Let the optimizer update the named parameters from their gradients, each converted to the parameter's type, divided by
-        *scale* and, given the *norm* of all parameters' gradients, clipped to *max_norm*. With *only_finite* nothing changes unless the
-        norm is finite.
+        """Let the optimizer update the named parameters from their gradients, each converted to the
+        parameter's type, divided by *scale* and, given the *norm* of all parameters' gradients,
+        clipped to *max_norm*. With *only_finite* nothing changes unless the norm is finite.
 
         Parameters that are not named keep their value and their optimizer state, as in PyTorch.
         """
@@ -186,7 +188,9 @@ class ModelState:
         return found
 
     def kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """What is kept of the gradient of a parameter, or of its slice, whose gradient has this shape and type; at first zeros."""
+        """What is kept of the gradient of a parameter, or of its slice, whose gradient has this
+        shape and type; at first zeros.
+        """
         found = self._kept.get(name)
         if found is None:
             found = self._kept[name] = torch.zeros(shape, dtype=dtype, device=self._device)
@@ -203,8 +207,8 @@ class ModelState:
         """Copies, on the CPU, of the named parameters and buffers; with *optimizer* its state for
         those parameters.
 
-        Where the device holds a slice of a parameter, or a part of its experts, that is what is copied, and the whole one
-        too, if it is there, only if *everything* is asked for.
+        Where the device holds a slice of a parameter, or a part of its experts, that is what is
+        copied, and the whole one too, if it is there, only if *everything* is asked for.
         """
         wanted = set(names)
         parameters = {
@@ -297,7 +301,8 @@ class ModelState:
     def _placed(self, key: str, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
-        # torch keeps the step counter on the CPU, in its own type, unless the optimizer is capturable.
+        # torch keeps the step counter on the CPU, in its own type, unless the optimizer is
+        # capturable.
         return value.clone() if key == STEP else value.to(self._device, copy=True)
 
 
@@ -320,7 +325,9 @@ def _unpadded(padded: torch.Tensor, part: Slice, numel: int) -> torch.Tensor:
 def _own(
     tensor: torch.Tensor, declared: Parameter, updated_in: torch.dtype, device: torch.device
 ) -> torch.nn.Parameter:
-    """A copy of *tensor* in the type in which chunks read it, rounded as it is after every update."""
+    """A copy of *tensor* in the type in which chunks read it, rounded as it is after every
+    update.
+    """
     read_in = torch_dtype(declared.spec.dtype)
     own = tensor.detach().to(updated_in).to(device=device, dtype=read_in, copy=True)
     return torch.nn.Parameter(own, requires_grad=declared.requires_grad)
@@ -332,7 +339,9 @@ def _clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """*gradient* with the strides of *parameter*, as autograd makes them: fused optimizers read both in memory order."""
+    """*gradient* with the strides of *parameter*, as autograd makes them: fused optimizers read
+    both in memory order.
+    """
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)

@@ -176,8 +176,8 @@ class Worker:
         agree: bool,
         loss_scale: float = 1.0,
     ) -> WorkerRun:
-        """Run steps of plan *key*. *data* is only needed where inputs are loaded. Every backward starts from *loss_scale* times its usual
-        gradient.
+        """Run steps of plan *key*. *data* is only needed where inputs are loaded. Every backward
+        starts from *loss_scale* times its usual gradient.
 
         With *agree* the devices check before each step that every one of them has a batch of the
         plan's signature.
@@ -261,12 +261,16 @@ class Worker:
         self._state.restore(snapshot)
 
     def write_file(self, folder: Path, names: Sequence[str]) -> WrittenFile | Refusal:
-        """Write the named tensors, which this device holds, with the optimizer's state for them, into its file of a checkpoint."""
+        """Write the named tensors, which this device holds, with the optimizer's state for them,
+        into its file of a checkpoint.
+        """
         assert self._state is not None
         return write_file(folder, self._rank, self._state, names)
 
     def check_files(self, checkpoint: Checkpoint, files: Sequence[int]) -> Refusal | None:
-        """Whether the numbered files are what was written, and of this device's class of optimizer."""
+        """Whether the numbered files are what was written, and of this device's class of
+        optimizer.
+        """
         assert self._state is not None
         saved, mine = checkpoint.index.optimizer, self._state.optimizer_kind
         if saved is not None and mine is not None and saved.kind != mine:
@@ -328,8 +332,8 @@ class Worker:
     def _someone_stops(self, loaded: _Loaded, found: Signature | None, step: int) -> bool:
         """Whether any device *found* a signature that is not the plan's.
 
-        Raises :class:`RunError` when the devices that load inputs were given different batches: inputs of one would meet
-        targets of another.
+        Raises :class:`RunError` when the devices that load inputs were given different batches:
+        inputs of one would meet targets of another.
         """
         if len(self._everyone) == 1:
             return found is not None

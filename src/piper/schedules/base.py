@@ -105,8 +105,8 @@ class Schedule:
     stages where ``order(num_ranks, num_virtual_stages, num_microbatches, stage_tag,
     microbatch_tag)`` assumes them. There are as many ranks as groups. ``num_virtual_stages`` is the
     number of stages divided by the number of ranks: any number if ``virtual_stages``, else
-    ``stages_per_rank``. ``places_microbatches``: the placement depends on the microbatch, so that it
-    must come after the ``Split``.
+    ``stages_per_rank``. ``places_microbatches``: the placement depends on the microbatch, so that
+    it must come after the ``Split``.
     """
 
     name: str

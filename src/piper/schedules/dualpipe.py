@@ -63,8 +63,8 @@ def dualpipev(
     """2·R stages in a V over R ranks; the flows of a rank are its two stages.
 
     Rank r holds stages r and 2·R − 1 − r (:func:`~piper.schedules.placements.v_shape`), and no
-    parameter twice. The bubble of every rank is (R − 1)·(F&B + B − 3·BW) where F = BI, F&B being the
-    time of an overlapped pair; each rank keeps at most 2·R + 1 activations of one stage.
+    parameter twice. The bubble of every rank is (R − 1)·(F&B + B − 3·BW) where F = BI, F&B being
+    the time of an overlapped pair; each rank keeps at most 2·R + 1 activations of one stage.
 
     M ≥ 2·R: else :class:`~piper.errors.ScheduleError`.
     """
@@ -81,8 +81,8 @@ def dualpipev(
 def _rank(rank: int, num_ranks: int, count: int) -> list[str]:
     """What a rank does on *count* microbatches of each flow.
 
-    ``0`` is the flow whose first stage is nearer to this rank, ``1`` the other. ``BW`` is the weight
-    half that has waited longest.
+    ``0`` is the flow whose first stage is nearer to this rank, ``1`` the other. ``BW`` is the
+    weight half that has waited longest.
     """
     to_turn = num_ranks - 1 - rank
     main = ["F0+B1", "F1+B0"] * (count - 2 * num_ranks + rank + 1)

@@ -1,9 +1,9 @@
 """Zero bubble: the backward is split, and its weight halves fill what would be bubbles.
 
-Source of all three: Qi et al., *Zero Bubble Pipeline Parallelism*, 2023 (arXiv 2401.10241), and, for
-ZB-V, Qi et al., *Pipeline Parallelism with Controllable Memory*, 2024 (arXiv 2405.15362). ``F``,
-``BI`` and ``BW`` below are the times of a forward, of the input half and of the weight half of a
-backward.
+Source of all three: Qi et al., *Zero Bubble Pipeline Parallelism*, 2023 (arXiv 2401.10241), and,
+for ZB-V, Qi et al., *Pipeline Parallelism with Controllable Memory*, 2024 (arXiv 2405.15362).
+``F``, ``BI`` and ``BW`` below are the times of a forward, of the input half and of the weight half
+of a backward.
 """
 
 from collections import Counter, deque
@@ -69,9 +69,9 @@ def interleaved_zero_bubble(
     V − 1 stages of one round and by one for each rank between this one and the last; weight halves
     follow their input halves r later on rank r. With V = 1 it is :func:`zb_h1`.
 
-    With M ≥ R microbatches and F = BI = BW the bubble is (R − 1)·F, of one stage's F: V times smaller
-    than ZB-H1's. Each rank keeps at most min(V·M, (V − 1)·K + R) activations of one stage, K = the
-    largest round.
+    With M ≥ R microbatches and F = BI = BW the bubble is (R − 1)·F, of one stage's F: V times
+    smaller than ZB-H1's. Each rank keeps at most min(V·M, (V − 1)·K + R) activations of one stage,
+    K = the largest round.
 
     PyTorch's schedule of that name; it asks for rounds of equal size, here the larger go first, so
     any M ≥ 1 is legal.
@@ -116,10 +116,10 @@ def zbv(
 ) -> list[Order]:
     """ZB-V: 2·R stages in a V over R ranks, so that the first and the last stage share a rank.
 
-    With M ≥ 2·R − 1 microbatches and F = BI = BW no rank is ever idle between its first and its last
-    step: the step takes 6·M + R − 1 times F. Each rank keeps at most min(2·M, 2·R) activations of
-    one stage, as many parameters' worth as 1F1B's first rank. Stages s and 2·R − 1 − s are meant for
-    rank s (:func:`~piper.schedules.placements.v_shape`). Any M ≥ 1 is legal: with fewer, the
+    With M ≥ 2·R − 1 microbatches and F = BI = BW no rank is ever idle between its first and its
+    last step: the step takes 6·M + R − 1 times F. Each rank keeps at most min(2·M, 2·R) activations
+    of one stage, as many parameters' worth as 1F1B's first rank. Stages s and 2·R − 1 − s are meant
+    for rank s (:func:`~piper.schedules.placements.v_shape`). Any M ≥ 1 is legal: with fewer, the
     schedule of 2·R − 1 microbatches is run without those that are not there.
 
     Raises :class:`~piper.errors.ScheduleError` for a count below 1.

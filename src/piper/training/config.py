@@ -1,8 +1,8 @@
 """The TOML file of a training run, checked whole before anything starts.
 
-Sections: ``[model]``, ``[data]``, ``[strategy]``, ``[optimizer]``, ``[train]``, ``[memory]``. Only the strategy has no
-default. Paths in ``data.files`` and ``strategy.file`` are relative to the file's own folder,
-``train.out_dir`` and ``train.resume`` to the current one.
+Sections: ``[model]``, ``[data]``, ``[strategy]``, ``[optimizer]``, ``[train]``, ``[memory]``. Only
+the strategy has no default. Paths in ``data.files`` and ``strategy.file`` are relative to the
+file's own folder, ``train.out_dir`` and ``train.resume`` to the current one.
 """
 
 import math

@@ -1,4 +1,6 @@
-"""A training run: compile, train, evaluate, save; then the same steps in one process, for comparison."""
+"""A training run: compile, train, evaluate, save; then the same steps in one process, for
+comparison.
+"""
 
 import math
 import sys
@@ -90,10 +92,12 @@ class Silent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run computed; its files are in ``out_dir``. A run that went on from a checkpoint has the steps before it too, if their metrics were there.
+    """What a run computed; its files are in ``out_dir``. A run that went on from a checkpoint has
+    the steps before it too, if their metrics were there.
 
-    ``reference`` holds the losses of the first steps of the same training in one process, ``sample`` what the model
-    wrote after the held-out bytes ``prompt``. Both are empty when the run was interrupted.
+    ``reference`` holds the losses of the first steps of the same training in one process,
+    ``sample`` what the model wrote after the held-out bytes ``prompt``. Both are empty when the run
+    was interrupted.
     """
 
     ending: Ending
@@ -106,7 +110,9 @@ class Outcome:
 
     @property
     def max_difference(self) -> float | None:
-        """The largest |difference| of the loss from the reference's, over the reference's steps; a NaN is infinite."""
+        """The largest |difference| of the loss from the reference's, over the reference's steps; a
+        NaN is infinite.
+        """
         count = len(self.reference)
         common = (record for record in self.trained if record.step <= count)
         found = [abs(record.loss - self.reference[record.step - 1]) for record in common]
@@ -116,13 +122,16 @@ class Outcome:
 def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
     """Run *config*, and write into its ``out_dir``, in place of what an earlier run wrote there:
 
-    ``strategy.json``, ``plan/``, ``metrics.jsonl`` (a line per step and evaluation) and ``model.safetensors`` (under the
-    model's own names, tied ones under each, so that ``load_state_dict`` takes it); checkpoints where ``checkpoint_every`` asks for them. With
-    ``resume`` the run goes on from a checkpoint, under whatever strategy; its metrics up to there are kept.
+    ``strategy.json``, ``plan/``, ``metrics.jsonl`` (a line per step and evaluation) and
+    ``model.safetensors`` (under the model's own names, tied ones under each, so that
+    ``load_state_dict`` takes it); checkpoints where ``checkpoint_every`` asks for them. With
+    ``resume`` the run goes on from a checkpoint, under whatever strategy; its metrics up to there
+    are kept.
 
     After a Ctrl-C the step that is under way is completed, and what there is is written.
 
-    Raises :class:`~piper.errors.PiperError` before any worker is started for whatever can be known to be wrong by then.
+    Raises :class:`~piper.errors.PiperError` before any worker is started for whatever can be known
+    to be wrong by then.
     """
     watcher = watcher or Silent()
     watcher.begin("reading the text")
@@ -183,7 +192,8 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
 def _resumed(config: RunConfig, checkpoints: RunCheckpoints) -> Checkpoint | None:
     """The checkpoint to go on from, if that is wanted.
 
-    Raises :class:`~piper.errors.PiperError` for what is wrong with it, or with those that are there.
+    Raises :class:`~piper.errors.PiperError` for what is wrong with it, or with those that are
+    there.
     """
     found = None
     if config.train.resume is not None:
@@ -194,7 +204,9 @@ def _resumed(config: RunConfig, checkpoints: RunCheckpoints) -> Checkpoint | Non
 
 
 def _earlier_records(resumed: Checkpoint) -> list[Record]:
-    """The metrics of the run that wrote the checkpoint, up to it; none if they are not there any more."""
+    """The metrics of the run that wrote the checkpoint, up to it; none if they are not there any
+    more.
+    """
     metrics = RunFiles(resumed.path.parent.parent).metrics
     if not metrics.is_file():
         return []
@@ -233,7 +245,8 @@ class RunFiles:
         return self.folder / "plan"
 
     def clear(self) -> None:
-        """Remove what an earlier run wrote, but for its metrics and checkpoints, so that no file of it is taken for this one's.
+        """Remove what an earlier run wrote, but for its metrics and checkpoints, so that no file of
+        it is taken for this one's.
 
         Raises :class:`ConfigError` when the folder cannot be written.
         """
@@ -253,7 +266,9 @@ class RunFiles:
         save_plan(plan, self.plan)
 
     def write_model(self, state: dict[str, torch.Tensor]) -> None:
-        """Write the model's state; each name gets a tensor of its own, since the format knows no sharing."""
+        """Write the model's state; each name gets a tensor of its own, since the format knows no
+        sharing.
+        """
         save_file({name: t.clone().contiguous() for name, t in state.items()}, self.model)
 
 

@@ -8,8 +8,8 @@ from piper.errors import nearest
 
 
 def explain(message: str, raw: object, section: type) -> str:
-    """Msgspec's *message* about *raw*, which is no *section*: the path of a field, what was expected
-    there and what was found.
+    """Msgspec's *message* about *raw*, which is no *section*: the path of a field, what was
+    expected there and what was found.
     """
     problem, _, where = message.partition(" - at `$")
     steps = re.findall(r"\w+", where)

@@ -15,8 +15,8 @@ from piper.errors import ConfigError
 class TrainRecord(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="train", tag_field="kind"
 ):
-    """One optimizer step: *loss* in nats per token, *seconds* of wall time for this step, *grad_norm* before clipping if
-    gradients are clipped.
+    """One optimizer step: *loss* in nats per token, *seconds* of wall time for this step,
+    *grad_norm* before clipping if gradients are clipped.
     """
 
     step: int
@@ -128,8 +128,8 @@ def _drop_unfinished_line(path: Path) -> None:
 class Curve:
     """Points ``(step, loss)`` drawn in one colour under one label.
 
-    *marks*: one filled circle per point instead of a fine line, so that two curves can be told apart
-    without colour.
+    *marks*: one filled circle per point instead of a fine line, so that two curves can be told
+    apart without colour.
     """
 
     label: str

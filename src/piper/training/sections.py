@@ -191,7 +191,9 @@ FloatingType: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
 
 
 class PrecisionSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[train.precision]``: element types by torch's names, and how the loss is scaled, if it is. See :class:`piper.Precision`."""
+    """``[train.precision]``: element types by torch's names, and how the loss is scaled, if it is.
+    See :class:`piper.Precision`.
+    """
 
     compute: FloatingType = "bfloat16"
     reduce: FloatingType = "float32"
@@ -204,14 +206,16 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``[train]``: *batch_size* sequences over all replicas, *seq_len* bytes each.
 
     The learning rate grows linearly over the first *warmup_steps* steps. Gradients whose norm (over
-    all parameters) is above *max_grad_norm* are scaled down to it. The held-out loss is taken
-    every *eval_every* steps over *eval_batches* batches. The run ends after *steps* steps or
-    *max_minutes* minutes, whichever comes first; then one process repeats the first *reference_steps*
-    of its steps, for comparison, in float32 whatever the *precision* is: its name ("bf16", "fp16", "float32", "float64"), or a section of
-    its own. *compile* puts every chunk through TorchInductor before the first step: true, false, or "fallback" (chunks
-    that cannot be compiled run as they are). *address* is that of a running Ray cluster; without it Ray is started
-    on this machine. A checkpoint is written every *checkpoint_every* steps and at the end, under ``checkpoints`` in *out_dir*; the last
-    *keep_checkpoints* are kept. *resume* is a checkpoint to go on from, or the folder of a run, to go on from its last.
+    all parameters) is above *max_grad_norm* are scaled down to it. The held-out loss is taken every
+    *eval_every* steps over *eval_batches* batches. The run ends after *steps* steps or
+    *max_minutes* minutes, whichever comes first; then one process repeats the first
+    *reference_steps* of its steps, for comparison, in float32 whatever the *precision* is: its name
+    ("bf16", "fp16", "float32", "float64"), or a section of its own. *compile* puts every chunk
+    through TorchInductor before the first step: true, false, or "fallback" (chunks that cannot be
+    compiled run as they are). *address* is that of a running Ray cluster; without it Ray is started
+    on this machine. A checkpoint is written every *checkpoint_every* steps and at the end, under
+    ``checkpoints`` in *out_dir*; the last *keep_checkpoints* are kept. *resume* is a checkpoint to
+    go on from, or the folder of a run, to go on from its last.
     """
 
     steps: Count = 500
@@ -276,9 +280,10 @@ class Warmup:
 class MemorySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[memory]``: sizes in bytes, or texts such as ``"512MiB"``.
 
-    *budget* bounds what any device needs for a step, as planned. *receive_bytes*, *gather_bytes* and *fetch_bytes* bound what a
-    device receives, gathers of sharded parameters, and brings back from host memory before it is needed, *reduce_bytes* what reductions have in
-    flight; without them the planner chooses.
+    *budget* bounds what any device needs for a step, as planned. *receive_bytes*, *gather_bytes*
+    and *fetch_bytes* bound what a device receives, gathers of sharded parameters, and brings back
+    from host memory before it is needed, *reduce_bytes* what reductions have in flight; without
+    them the planner chooses.
     """
 
     budget: Index | str | None = None

@@ -1,7 +1,7 @@
 """What each operator does to labels: one rule per kind of operator, one file per family of them.
 
-A rule is a proof: the operator, applied to the experts and tokens that one device holds, computes for
-these what it computes for them among all. A rule that cannot show that refuses, and so does an
+A rule is a proof: the operator, applied to the experts and tokens that one device holds, computes
+for these what it computes for them among all. A rule that cannot show that refuses, and so does an
 operator without a rule.
 """
 
@@ -23,8 +23,9 @@ _RULES: Mapping[str, Rule] = {
 
 
 def follow(operation: Operation) -> Result:
-    """The call as it is on one device, and the labels of its results. Raises :class:`DirectiveError` naming an operation that mixes experts or
-    tokens, or of which that is not known.
+    """The call as it is on one device, and the labels of its results. Raises
+    :class:`DirectiveError` naming an operation that mixes experts or tokens, or of which that is
+    not known.
     """
     call, name = operation.call, operation.name
     if call.rng is not None:
@@ -45,7 +46,9 @@ def follow(operation: Operation) -> Result:
 def follow_body(
     body: Body, inputs: Sequence[Label], region: Region
 ) -> tuple[Body, tuple[Label, ...]]:
-    """*body* as it is on one device, and the labels of its outputs. Raises what :func:`follow` raises."""
+    """*body* as it is on one device, and the labels of its outputs. Raises what :func:`follow`
+    raises.
+    """
     labels: list[Labels] = [(label,) for label in inputs]
     specs: list[tuple[TensorSpec | None, ...]] = [(spec,) for spec in body.inputs]
     calls: list[Call] = []

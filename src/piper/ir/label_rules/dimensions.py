@@ -48,7 +48,9 @@ def _flip(op: Operation) -> Result:
 
 
 def _along(position: int) -> Rule:
-    """An operation along one dimension, given by the argument at *position*, which is of features."""
+    """An operation along one dimension, given by the argument at *position*, which is of
+    features.
+    """
 
     def rule(op: Operation) -> Result:
         label = Label(broadcast(op, op.inputs, len(op.result().shape)), linear(op))

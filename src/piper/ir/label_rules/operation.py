@@ -1,4 +1,6 @@
-"""One call of a region with the labels of what it reads: what the rules ask, and what they answer."""
+"""One call of a region with the labels of what it reads: what the rules ask, and what they
+answer.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +22,8 @@ Result: TypeAlias = tuple[Call, Labels]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What the rules need to know of a region: its sizes, how they change, the sizes of the two axes (tokens: of one expert, or of all in
-    a ``dropless`` region).
+    """What the rules need to know of a region: its sizes, how they change, the sizes of the two
+    axes (tokens: of one expert, or of all in a ``dropless`` region).
     """
 
     sizes: Sizes
@@ -35,7 +37,9 @@ class Region:
         return Factor(axis, self.experts if axis is Axis.EXPERTS else self.tokens)
 
     def guess(self, shape: Iterable[Size], taken: Iterable[Axis] = ()) -> tuple[DimLabel, ...]:
-        """Labels for literal sizes: the first that is as large as an axis is that axis, unless it is *taken*."""
+        """Labels for literal sizes: the first that is as large as an axis is that axis, unless it
+        is *taken*.
+        """
         free = [axis for axis in Axis if axis not in set(taken)]
         found: list[DimLabel] = []
         for size in shape:
@@ -130,7 +134,9 @@ class Operation:
         return replace(self.call, args=new, results=results), labels
 
     def resized(self, position: int, label: Label, shape: Sequence[Dim] | None = None) -> Result:
-        """The call, whose argument at *position* lists the sizes of its result (or *shape*), which follow *label*."""
+        """The call, whose argument at *position* lists the sizes of its result (or *shape*), which
+        follow *label*.
+        """
         old = self.result().shape if shape is None else shape
         new = self.region.scale.shape(old, label.dims)
         return self.done(label, args={position: ir.Sequence(tuple(new))})

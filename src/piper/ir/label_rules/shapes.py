@@ -65,7 +65,9 @@ def _squeeze(op: Operation) -> Result:
 
 
 def _part(op: Operation) -> Result:
-    """Some of the indices along one dimension, which is not of experts or tokens, or all of them."""
+    """Some of the indices along one dimension, which is not of experts or tokens, or all of
+    them.
+    """
     source = op.label(0)
     position = 1 if op.name in ("aten.slice", "aten.select", "aten.unbind", "aten.narrow") else 2
     dim = op.number(position) % len(source.dims)

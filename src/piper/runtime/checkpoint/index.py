@@ -1,4 +1,6 @@
-"""``index.json`` of a checkpoint: where each element of each tensor is, and all that is no tensor."""
+"""``index.json`` of a checkpoint: where each element of each tensor is, and all that is no
+tensor.
+"""
 
 import math
 
@@ -20,7 +22,9 @@ class FileInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Elements ``start`` to ``start + count`` of a flattened tensor: all of tensor *key* of file number *file*."""
+    """Elements ``start`` to ``start + count`` of a flattened tensor: all of tensor *key* of file
+    number *file*.
+    """
 
     file: int
     key: str
@@ -37,14 +41,18 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A parameter group of the optimizer: its parameters, and its options as :func:`~piper.runtime.checkpoint.values.encode` writes them."""
+    """A parameter group of the optimizer: its parameters, and its options as
+    :func:`~piper.runtime.checkpoint.values.encode` writes them.
+    """
 
     names: tuple[str, ...]
     options: dict[str, object]
 
 
 class OptimizerIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The optimizer: its class, its groups, and by parameter the entries of its state: tensors, and other values."""
+    """The optimizer: its class, its groups, and by parameter the entries of its state: tensors, and
+    other values.
+    """
 
     kind: str
     groups: tuple[Group, ...]
@@ -53,7 +61,9 @@ class OptimizerIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``index.json``. *step* is the number of steps done, *loss_scaler* that one's state, *metadata* what the user gave, encoded."""
+    """``index.json``. *step* is the number of steps done, *loss_scaler* that one's state,
+    *metadata* what the user gave, encoded.
+    """
 
     format: str
     version: int

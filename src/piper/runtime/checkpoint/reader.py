@@ -43,8 +43,8 @@ class Checkpoint:
     def open(cls, path: str | Path) -> "Checkpoint":
         """The checkpoint in the folder *path*.
 
-        Raises :class:`CheckpointError` when there is none, or its index is damaged or of another version. The files of tensors are not
-        looked at.
+        Raises :class:`CheckpointError` when there is none, or its index is damaged or of another
+        version. The files of tensors are not looked at.
         """
         folder = Path(path).absolute()
         try:
@@ -92,7 +92,9 @@ class Checkpoint:
             return {name: files.tensor(entries[name]).clone() for name in names}
 
     def snapshot(self, stack: ExitStack) -> StateSnapshot:
-        """All of the state; each tensor is read when it is used, and files stay open until *stack* is closed."""
+        """All of the state; each tensor is read when it is used, and files stay open until *stack*
+        is closed.
+        """
         files = stack.enter_context(_Files(self))
         return _snapshot(self.index, files.tensor)
 
@@ -101,7 +103,9 @@ class Checkpoint:
         return _snapshot(self.index, _without_elements)
 
     def damage(self, files: Iterable[int]) -> str | None:
-        """What is wrong with one of the numbered files, if anything is: missing, cut off, or changed since it was written."""
+        """What is wrong with one of the numbered files, if anything is: missing, cut off, or
+        changed since it was written.
+        """
         for number in files:
             info = self.index.files[number]
             path = self.path / info.name

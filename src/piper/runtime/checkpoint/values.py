@@ -10,8 +10,8 @@ from piper.errors import CheckpointError
 
 
 def encode(value: object, what: str) -> object:
-    """*value* as JSON has it: numbers, texts, ``None``, lists, tuples, mappings with texts as keys, and small tensors, all of which
-    :func:`decode` gives back as they were.
+    """*value* as JSON has it: numbers, texts, ``None``, lists, tuples, mappings with texts as keys,
+    and small tensors, all of which :func:`decode` gives back as they were.
 
     Raises :class:`CheckpointError` for anything else; *what* says what it is.
     """

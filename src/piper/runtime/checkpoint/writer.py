@@ -42,8 +42,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A tensor in a device's file, or a piece of one: *spec* is that of what is stored, *shape* that of the whole; *entry* names an entry of
-    the optimizer's state.
+    """A tensor in a device's file, or a piece of one: *spec* is that of what is stored, *shape*
+    that of the whole; *entry* names an entry of the optimizer's state.
     """
 
     kind: Kind
@@ -80,9 +80,11 @@ def file_name(rank: int) -> str:
 def write_file(
     folder: Path, rank: int, state: ModelState, names: Sequence[str]
 ) -> WrittenFile | Refusal:
-    """Write what *state* holds of the parameters and buffers *names*, with the optimizer's state for them, into *folder*.
+    """Write what *state* holds of the parameters and buffers *names*, with the optimizer's state
+    for them, into *folder*.
 
-    The state is read twice, once for the file's header: that costs less than to hold a copy of all of it.
+    The state is read twice, once for the file's header: that costs less than to hold a copy of all
+    of it.
     """
     try:
         by_key: dict[str, Written] = {}
@@ -128,8 +130,8 @@ def merge_files(
     loss_scaler: dict[str, float] | None,
     metadata: dict[str, object],
 ) -> Index:
-    """The index of what the devices wrote. *group_names* are the parameters of each group of the optimizer; the values of *metadata* are
-    encoded.
+    """The index of what the devices wrote. *group_names* are the parameters of each group of the
+    optimizer; the values of *metadata* are encoded.
     """
     entries: dict[Kind, dict[str, dict[str, Entry]]] = {kind: {} for kind in Kind}
     tensors = [(number, w) for number, file in enumerate(files) for w in file.tensors]
@@ -167,7 +169,9 @@ def _identity(written: Written) -> tuple[Kind, str, str]:
 
 
 def _joined(pieces: list[tuple[int, Written]]) -> Entry:
-    """One tensor of its pieces. Of what several slices of a parameter have (a count of steps) the first is taken."""
+    """One tensor of its pieces. Of what several slices of a parameter have (a count of steps) the
+    first is taken.
+    """
     _, first = pieces[0]
     chosen: list[Piece] = []
     position = 0
@@ -181,7 +185,9 @@ def _joined(pieces: list[tuple[int, Written]]) -> Entry:
 
 
 def _stream(state: ModelState, order: Sequence[Written]) -> Iterator[torch.Tensor]:
-    """The tensors in *order*, each copied when it is needed; neighbours of one name share a copy."""
+    """The tensors in *order*, each copied when it is needed; neighbours of one name share a
+    copy.
+    """
     for name, group in groupby(order, key=lambda written: written.name):
         tensors, _ = _held(state, name)
         found = {written.spec.key: tensor for written, tensor in tensors}
@@ -192,7 +198,9 @@ def _stream(state: ModelState, order: Sequence[Written]) -> Iterator[torch.Tenso
 def _held(
     state: ModelState, name: str
 ) -> tuple[list[tuple[Written, torch.Tensor]], dict[str, object]]:
-    """What there is under a parameter's or buffer's name: tensors, and what the optimizer keeps besides them, encoded."""
+    """What there is under a parameter's or buffer's name: tensors, and what the optimizer keeps
+    besides them, encoded.
+    """
     snapshot = state.snapshot((name,), optimizer=True)
     if name in snapshot.buffers:
         return [_written(Kind.BUFFER, name, "", snapshot.buffers[name])], {}
