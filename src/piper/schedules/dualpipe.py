@@ -15,8 +15,6 @@ from typing import NamedTuple
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.base import (
-    SCHEDULES,
-    Schedule,
     Step,
     backward,
     backward_input,
@@ -24,10 +22,12 @@ from piper.schedules.base import (
     forward,
     order_groups,
     require_positive,
+    schedule,
 )
-from piper.schedules.placements import two_way, v_shape
+from piper.schedules.placements import TWO_WAY, V_SHAPE
 
 
+@schedule("dualpipe", TWO_WAY)
 def dualpipe(
     num_ranks: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
@@ -57,6 +57,7 @@ def dualpipe(
     return order_groups(map(rank_groups, range(num_ranks)), stage_tag, microbatch_tag)
 
 
+@schedule("dualpipev", V_SHAPE)
 def dualpipev(
     num_ranks: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
@@ -145,34 +146,3 @@ def _require_full(schedule: str, num_microbatches: int, at_least: int, each: str
             f"{schedule}: num_microbatches must be at least two for each {each}, {at_least} here; "
             f"found {num_microbatches}; nearest: {at_least}"
         )
-
-
-SCHEDULES.add(
-    "dualpipe",
-    Schedule(
-        name="dualpipe",
-        virtual_stages=False,
-        places_microbatches=True,
-        place=lambda groups, _virtual, microbatches, stage_tag, microbatch_tag: two_way(
-            groups, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: dualpipe(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)
-
-SCHEDULES.add(
-    "dualpipev",
-    Schedule(
-        name="dualpipev",
-        virtual_stages=False,
-        stages_per_rank=2,
-        place=lambda groups, _virtual, _microbatches, stage_tag, _tag: v_shape(
-            groups, stage_tag=stage_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: dualpipev(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)

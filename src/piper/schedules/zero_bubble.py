@@ -12,20 +12,20 @@ from collections.abc import Iterable, Iterator
 from piper.directives.order import Order
 from piper.ir.dag import Pass
 from piper.schedules.base import (
-    SCHEDULES,
-    Schedule,
     Step,
     backward_input,
     backward_weight,
     forward,
     order_ranks,
     require_positive,
+    schedule,
     warm_up_then_alternate,
 )
 from piper.schedules.interleaved import rounds_of
-from piper.schedules.placements import chain, looped, v_shape
+from piper.schedules.placements import CHAIN, LOOPED, V_SHAPE
 
 
+@schedule("zb_h1", CHAIN)
 def zb_h1(
     num_stages: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
@@ -54,6 +54,7 @@ def zb_h1(
     return order_ranks(ranks, stage_tag, microbatch_tag)
 
 
+@schedule("interleaved_zero_bubble", LOOPED)
 def interleaved_zero_bubble(
     num_ranks: int,
     num_virtual_stages: int,
@@ -111,6 +112,7 @@ def _weights_behind(steps: Iterable[Step], lag: int) -> list[Step]:
     return [*with_weights, *waiting]
 
 
+@schedule("zbv", V_SHAPE)
 def zbv(
     num_ranks: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
@@ -161,49 +163,3 @@ def _numbered(passes: Iterable[str], stages: tuple[int, int]) -> Iterator[Step]:
     for name in passes:
         yield Step(Pass(name[:-1]), stages[int(name[-1])], done[name])
         done[name] += 1
-
-
-SCHEDULES.add(
-    "zb_h1",
-    Schedule(
-        name="zb_h1",
-        virtual_stages=False,
-        place=lambda groups, _virtual, _microbatches, stage_tag, _tag: chain(
-            groups, stage_tag=stage_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: zb_h1(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)
-
-SCHEDULES.add(
-    "interleaved_zero_bubble",
-    Schedule(
-        name="interleaved_zero_bubble",
-        virtual_stages=True,
-        place=lambda groups, virtual, _microbatches, stage_tag, _tag: looped(
-            groups, virtual, stage_tag=stage_tag
-        ),
-        order=lambda ranks, virtual, microbatches, stage_tag, microbatch_tag: (
-            interleaved_zero_bubble(
-                ranks, virtual, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-            )
-        ),
-    ),
-)
-
-SCHEDULES.add(
-    "zbv",
-    Schedule(
-        name="zbv",
-        virtual_stages=False,
-        stages_per_rank=2,
-        place=lambda groups, _virtual, _microbatches, stage_tag, _tag: v_shape(
-            groups, stage_tag=stage_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: zbv(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)
