@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from piper import errors, schedules
     from piper.api import strategies
-    from piper.api.check import CheckReport, check
+    from piper.api.check import check
+    from piper.api.check_report import CheckReport
     from piper.api.compile import compile  # noqa: A004  (users write piper.compile)
     from piper.api.explain import explain
     from piper.api.trainer import Trainer, TrainResult
@@ -90,7 +91,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckReport": "piper.api.check",
+    "CheckReport": "piper.api.check_report",
     "Checkpoint": "piper.runtime.checkpoint.reader",
     "Hardware": "piper.plan.costs",
     "Link": "piper.plan.topology",

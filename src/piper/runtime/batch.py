@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 
+from piper.devices.tensors import dtype_name
 from piper.errors import BatchError
 from piper.ir.dag import BatchLeaf
 
@@ -120,7 +121,7 @@ def digest(leaves: Mapping[str, object]) -> int:
 
 def _leaf_signature(name: str, leaf: object) -> LeafSignature:
     if isinstance(leaf, torch.Tensor):
-        return LeafSignature(name, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+        return LeafSignature(name, dtype_name(leaf.dtype), tuple(leaf.shape))
     kind = type(leaf).__name__
     if not isinstance(leaf, Hashable):
         raise BatchError(

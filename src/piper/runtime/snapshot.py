@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from piper.devices.tensors import dtype_name
 from piper.errors import StateError, nearest
 from piper.ir.body import TensorSpec
 from piper.ir.dag import Buffer, ElementTypes, Parameter
@@ -44,7 +45,7 @@ def check_tensor(
     """Raise :class:`StateError` unless *tensor* has the shape and type of *spec*; under mixed
     precision any floating-point type does for another.
     """
-    found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    found = (tuple(tensor.shape), dtype_name(tensor.dtype))
     if types is not None and spec.dtype.is_real_floating and tensor.is_floating_point():
         found = (found[0], spec.dtype.value)
     if found != (spec.shape, spec.dtype.value):

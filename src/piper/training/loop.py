@@ -9,23 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors.torch import save_file
 
 from piper.api.compile import compile as compile_strategy
 from piper.api.trainer import Trainer, TrainResult
-from piper.directives.base import Directive
-from piper.directives.strategy import dump_strategy
-from piper.errors import ConfigError
 from piper.models.transformer import Transformer, generate, transformer_loss
-from piper.plan.codec import save_plan
-from piper.plan.model import Plan
 from piper.runtime.batch import Batch
 from piper.runtime.checkpoint.reader import Checkpoint
 from piper.training.checkpoint import (
-    FOLDER,
     RunCheckpoints,
     check_folder,
     check_resumes,
@@ -33,6 +25,7 @@ from piper.training.checkpoint import (
     find_checkpoint,
 )
 from piper.training.config import RunConfig
+from piper.training.files import RunFiles
 from piper.training.interrupts import Interrupts
 from piper.training.metrics import (
     HeldOutRecord,
@@ -44,6 +37,7 @@ from piper.training.metrics import (
 )
 from piper.training.model import make_model
 from piper.training.reference import reference_losses
+from piper.training.watcher import Silent, Watcher
 
 PROMPT_BYTES = 32
 SAMPLE_BYTES = 200
@@ -56,38 +50,6 @@ class Ending(StrEnum):
     FINISHED = "finished"
     TIME = "out of time"
     INTERRUPTED = "interrupted"
-
-
-class Watcher(Protocol):
-    """Is told how a run goes on."""
-
-    def begin(self, what: str, steps: int | None = None) -> None:
-        """A new part of the run begins; with *steps* it is so many steps long."""
-
-    def advance(self, steps: int, loss: float, tokens_per_second: float) -> None:
-        """So many more steps are done; the last had *loss*, in nats per token."""
-
-    def evaluated(self, record: HeldOutRecord) -> None:
-        """The held-out loss was taken."""
-
-    def saved(self, path: Path) -> None:
-        """A checkpoint was written."""
-
-
-class Silent:
-    """A :class:`Watcher` that says nothing."""
-
-    def begin(self, what: str, steps: int | None = None) -> None:
-        """Nothing."""
-
-    def advance(self, steps: int, loss: float, tokens_per_second: float) -> None:
-        """Nothing."""
-
-    def evaluated(self, record: HeldOutRecord) -> None:
-        """Nothing."""
-
-    def saved(self, path: Path) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,65 +173,6 @@ def _earlier_records(resumed: Checkpoint) -> list[Record]:
     if not metrics.is_file():
         return []
     return [record for record in read_metrics(metrics) if record.step <= resumed.step]
-
-
-@dataclass(frozen=True, slots=True)
-class RunFiles:
-    """The files of a run in its folder."""
-
-    folder: Path
-
-    @property
-    def metrics(self) -> Path:
-        """A JSON object per step and evaluation."""
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def model(self) -> Path:
-        """The trained parameters and buffers."""
-        return self.folder / "model.safetensors"
-
-    @property
-    def strategy(self) -> Path:
-        """The directives."""
-        return self.folder / "strategy.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.folder / FOLDER
-
-    @property
-    def plan(self) -> Path:
-        """The folder of the plan's files."""
-        return self.folder / "plan"
-
-    def clear(self) -> None:
-        """Remove what an earlier run wrote, but for its metrics and checkpoints, so that no file of
-        it is taken for this one's.
-
-        Raises :class:`ConfigError` when the folder cannot be written.
-        """
-        try:
-            self.plan.mkdir(parents=True, exist_ok=True)
-            old = (self.plan / "manifest.json", *self.plan.glob("device-*.json"))
-            for path in (self.model, self.strategy, *old):
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.folder}: expected a folder that can be written: {error.strerror}; choose another out_dir"
-            ) from error
-
-    def write_strategy(self, directives: Sequence[Directive], plan: Plan) -> None:
-        """Write the strategy and the plan that was made of it."""
-        dump_strategy(directives, self.strategy)
-        save_plan(plan, self.plan)
-
-    def write_model(self, state: dict[str, torch.Tensor]) -> None:
-        """Write the model's state; each name gets a tensor of its own, since the format knows no
-        sharing.
-        """
-        save_file({name: t.clone().contiguous() for name, t in state.items()}, self.model)
 
 
 class _Enough(Exception):  # noqa: N818 (no error: it ends a call to the trainer)

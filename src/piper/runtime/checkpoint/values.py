@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from piper.devices.tensors import torch_dtype
+from piper.devices.tensors import dtype_name, torch_dtype
 from piper.errors import CheckpointError
 
 
@@ -27,7 +27,7 @@ def encode(value: object, what: str) -> object:
         return {"mapping": {key: encode(item, what) for key, item in value.items()}}
     if isinstance(value, torch.Tensor) and not value.is_complex():
         numbers = value.detach().cpu().reshape(-1).tolist()
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = dtype_name(value.dtype)
         return {"tensor": dtype, "shape": list(value.shape), "values": encode(numbers, what)}
     raise CheckpointError(
         f"{what} is a {type(value).__qualname__}, which a checkpoint cannot hold: it holds numbers, texts, None, lists, tuples, "

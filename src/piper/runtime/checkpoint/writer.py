@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from piper.devices.tensors import dtype_name
 from piper.errors import CheckpointError
 from piper.runtime.checkpoint.index import (
     FORMAT,
@@ -181,7 +182,7 @@ def _joined(pieces: list[tuple[int, Written]]) -> Entry:
             chosen.append(Piece(number, written.spec.key, position, count))
             position += count
     assert position == math.prod(first.shape), f"{first.name!r}: nobody wrote element {position}"
-    return Entry(str(first.spec.dtype).removeprefix("torch."), first.shape, tuple(chosen))
+    return Entry(dtype_name(first.spec.dtype), first.shape, tuple(chosen))
 
 
 def _stream(state: ModelState, order: Sequence[Written]) -> Iterator[torch.Tensor]:
