@@ -40,8 +40,19 @@ class Directive(
 
     def describe(self) -> str:
         """The directive as a user would write it, shortened to one line."""
-        text = repr(self)
+        first, *options = msgspec.structs.fields(self)
+        arguments = [repr(getattr(self, first.name))]
+        for field in options:
+            value = getattr(self, field.name)
+            if field.required or value != _default(field):
+                arguments.append(f"{field.name}={value!r}")
+        text = f"{type(self).__name__}({', '.join(arguments)})"
         return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    make = field.default_factory
+    return field.default if make is msgspec.NODEFAULT else make()
 
 
 DIRECTIVES: Registry[type[Directive]] = Registry("directive", StrategyFileError)

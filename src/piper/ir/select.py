@@ -104,7 +104,7 @@ class Selector:
         for index in _alternatives(value):
             if index != ANY and index not in self._known[name]:
                 raise FilterError(
-                    f"filter {dict(filter_)}: no node has {name}={index!r}; {self.describe_tags()}"
+                    f"filter {dict(filter_)}: no node has {name}={index!r}; tags: {self.describe_tags()}"
                 )
 
     def describe_tags(self) -> str:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from piper.capture.annotate import annotate
 from piper.errors import ConfigError
 from piper.models.routing import sort_by_expert
-from piper.models.stages import require_positive, stage_layers
+from piper.models.stages import require_layers, require_positive, stage_layers
 from piper.runtime.grouped import grouped_mm
 
 
@@ -58,6 +58,7 @@ class MoEConfig:
             dense_width=self.dense_width,
             num_stages=self.num_stages,
         )
+        require_layers(self.num_layers, self.num_stages)
         if self.width % (2 * self.num_heads):
             raise ConfigError(
                 f"MoEConfig.width: expected a multiple of 2*num_heads={2 * self.num_heads}, found {self.width}"

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from piper.capture.annotate import annotate
 from piper.errors import ConfigError
-from piper.models.stages import require_positive, require_probability, stage_layers
+from piper.models.stages import require_layers, require_positive, require_probability, stage_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class TransformerConfig:
             mlp_ratio=self.mlp_ratio,
             num_stages=self.num_stages,
         )
+        require_layers(self.num_layers, self.num_stages)
         require_probability("TransformerConfig", "dropout", self.dropout)
         if self.width % self.num_heads:
             raise ConfigError(

@@ -48,9 +48,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         strategy = self.strategy
         if strategy.groups is None or strategy.schedule is None:
             return 1
-        return len(strategy.groups) * stages_per_group(
-            strategy.schedule, strategy.num_virtual_stages
-        )
+        per_group = stages_per_group(strategy.schedule, strategy.num_virtual_stages)
+        return per_group * len(strategy.groups)
 
     def transformer(self) -> TransformerConfig:
         """The model's sizes; vocabulary, context and stages follow from the other sections.
@@ -106,6 +105,7 @@ def load_config(path: str | Path) -> RunConfig:
     _check_train(path, config.train)
     config = _relative_to(path.parent, config)
     _check_values(path, config)
+    _check_stages(path, config)
     return config
 
 
@@ -145,6 +145,20 @@ def _check_values(path: Path, config: RunConfig) -> None:
             check()
         except PiperError as error:
             raise ConfigError(f"{path}: {place}: {error}") from error
+
+
+def _check_stages(path: Path, config: RunConfig) -> None:
+    """A model whose number of stages is given must have those that the schedule places."""
+    strategy, found = config.strategy, config.model.num_stages
+    if found is None or strategy.schedule is None or strategy.groups is None:
+        return
+    per_group = stages_per_group(strategy.schedule, strategy.num_virtual_stages)
+    expected = per_group * len(strategy.groups)
+    if found != expected:
+        raise ConfigError(
+            f"{path}: model.num_stages: expected {expected}, {per_group} for each of the "
+            f"{len(strategy.groups)} groups of the strategy, found {found}; leave it out, or change the groups"
+        )
 
 
 def _check_strategy(path: Path, strategy: StrategySection) -> None:
