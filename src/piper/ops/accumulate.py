@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, Work, instruction, work
+from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
 
 
 @work
@@ -65,9 +65,7 @@ class Accumulate(Instruction, frozen=True, kw_only=True):
             for total, left in renamed:
                 slots[total], slots[left] = slots[left], None
             for total, left, right, moves in quadruples:
-                a, b = slots[left], slots[right]
-                assert a is not None
-                assert b is not None
+                a, b = filled(slots[left]), filled(slots[right])
                 if total != left and not moves:
                     slots[total] = device.add(a, b)
                     continue

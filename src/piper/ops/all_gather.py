@@ -15,6 +15,7 @@ from piper.ops.base import (
     Tensor,
     Then,
     Work,
+    filled,
     instruction,
     shard_length,
     work,
@@ -80,12 +81,12 @@ class RefreshBucket(BucketCollective, frozen=True, kw_only=True):
         inputs, outputs, messages = self.inputs, self.outputs, self.messages
 
         def launch() -> Handle:
-            tensors = [_full(slots[slot]) for slot in inputs]
+            tensors = [filled(slots[slot]) for slot in inputs]
             handle, collect = gather(messages, len(self.members), device, communicator, tensors)
 
             def store() -> None:
                 for slot, tensor in zip(outputs, collect(), strict=True):
-                    device.copy_(_full(slots[slot]), tensor)
+                    device.copy_(filled(slots[slot]), tensor)
 
             return Then(handle, store)
 
@@ -108,8 +109,3 @@ def gather(
     whole = device.empty(count * sum(length for (length,) in lengths), dtype)
     handle = communicator.all_gather(whole, mine)
     return handle, lambda: device.unpack_shards(whole, shapes, count)
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
-    return tensor

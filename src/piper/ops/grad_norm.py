@@ -16,7 +16,7 @@ from piper.ops.base import (
     ReduceOp,
     Runtime,
     Site,
-    Tensor,
+    filled,
     instruction,
     work,
 )
@@ -101,8 +101,8 @@ class MeasureGradients(Instruction, frozen=True, kw_only=True):
         gradients, scale, op = self.gradients, self.scale, self.norm.combines
 
         def run() -> None:
-            tensors = [_full(slots[slot]) for slot in gradients]
-            divisor = None if scale is None else _full(slots[scale])
+            tensors = [filled(slots[slot]) for slot in gradients]
+            divisor = None if scale is None else filled(slots[scale])
             slots[part] = device.norm_part(tensors, divisor, op)
 
         return run
@@ -133,7 +133,7 @@ class CombineParts(Instruction, frozen=True, kw_only=True):
         parts, op = self.parts, self.norm.combines
 
         def run() -> None:
-            slots[part] = device.norm_sum([_full(slots[slot]) for slot in parts], op)
+            slots[part] = device.norm_sum([filled(slots[slot]) for slot in parts], op)
 
         return run
 
@@ -160,17 +160,12 @@ class FinishNorm(Instruction, frozen=True, kw_only=True):
         part, result, op = self.part, self.result, self.norm.combines
 
         def run() -> None:
-            slots[result] = device.norm_root(_full(slots[part]), op)
+            slots[result] = device.norm_root(filled(slots[part]), op)
 
         return run
 
     def describe(self) -> str:
         return f"finish_norm %{self.result} = %{self.part}, norm {self.norm}"
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
-    return tensor
 
 
 def _names(slots: tuple[Slot, ...]) -> str:

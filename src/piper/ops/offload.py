@@ -12,6 +12,7 @@ from piper.ops.base import (
     Site,
     Tensor,
     Work,
+    filled,
     instruction,
     work,
 )
@@ -91,11 +92,7 @@ class _HostCopy(Instruction, frozen=True, kw_only=True):
         slots, inputs, outputs = runtime.slots, self.inputs, self.outputs
 
         def launch() -> Handle:
-            tensors: list[Tensor] = []
-            for slot in inputs:
-                tensor = slots[slot]
-                assert tensor is not None
-                tensors.append(tensor)
+            tensors = [filled(slots[slot]) for slot in inputs]
             copies, handle = self.start(runtime, tensors)
             for slot, copy in zip(outputs, copies, strict=True):
                 slots[slot] = copy

@@ -15,6 +15,7 @@ from piper.ops.base import (
     Runtime,
     Site,
     Work,
+    filled,
     instruction,
     work,
 )
@@ -93,9 +94,7 @@ class Send(_Message, frozen=True, kw_only=True):
         communicator = runtime.communicator(self.communicator)
 
         def launch() -> Handle:
-            tensor = slots[slot]
-            assert tensor is not None
-            return communicator.send(tensor, 1)
+            return communicator.send(filled(slots[slot]), 1)
 
         return launch
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, Tensor, Work, instruction, work
+from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
 
 
 @work
@@ -61,11 +61,7 @@ class OptimizerStep(Instruction, frozen=True, kw_only=True):
         only_finite = self.only_finite
 
         def run() -> None:
-            gradients: dict[str, Tensor] = {}
-            for name, slot in pairs:
-                gradient = slots[slot]
-                assert gradient is not None
-                gradients[name] = gradient
+            gradients = {name: filled(slots[slot]) for name, slot in pairs}
             divisor = None if scale is None else slots[scale]
             measured = None if norm is None else slots[norm]
             state.update(gradients, divisor, measured, max_norm, only_finite=only_finite)

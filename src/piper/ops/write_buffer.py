@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, Work, instruction, work
+from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
 
 
 @work
@@ -41,9 +41,7 @@ class WriteBuffer(Instruction, frozen=True, kw_only=True):
         name, value, replicas = self.name, self.value, self.replicas
 
         def run() -> None:
-            tensor = slots[value]
-            assert tensor is not None
-            state.write_buffer(name, tensor, replicas)
+            state.write_buffer(name, filled(slots[value]), replicas)
 
         return run
 
