@@ -59,14 +59,15 @@ def _require(field: str, value: object, good: bool, wanted: str) -> None:
 class Precision:
     """The element types of training, in the manner of FSDP2's ``MixedPrecisionPolicy``.
 
-    * The model's floating-point parameters are kept in *master*, in which the optimizer updates them, and used in *compute*. Frozen
-      ones are kept in *compute* alone.
-    * Floating-point tensors among the model's inputs are cast to *compute*; the targets are not. Those among the model's outputs are cast
-      to *output* before the loss.
-    * What a microbatch adds to a parameter's gradient is cast to *reduce*, each use of the parameter by itself, and
-      summed over uses, microbatches and replicas in it. The sum is cast to *master* to be clipped and used.
-    * Buffers stay as they are; so do complex and integer tensors everywhere. (The running statistics of a batch norm must be of the compute
-      type: torch has no kernels for others.)
+    * The model's floating-point parameters are kept in *master*, in which the optimizer updates
+      them, and used in *compute*. Frozen ones are kept in *compute* alone.
+    * Floating-point tensors among the model's inputs are cast to *compute*; the targets are not.
+      Those among the model's outputs are cast to *output* before the loss.
+    * What a microbatch adds to a parameter's gradient is cast to *reduce*, each use of the
+      parameter by itself, and summed over uses, microbatches and replicas in it. The sum is cast to
+      *master* to be clipped and used.
+    * Buffers stay as they are; so do complex and integer tensors everywhere. (The running
+      statistics of a batch norm must be of the compute type: torch has no kernels for others.)
 
     ``state_dict`` and checkpoints hold the master weights. *loss_scale* is for float16, whose range
     is too small for many gradients; it is accepted with any type. Containers of outputs must be

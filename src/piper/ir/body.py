@@ -110,19 +110,6 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs: tuple[int, ...]
     num_rngs: int = 0
 
-    def output_specs(self) -> tuple[TensorSpec, ...]:
-        """Spec of each output."""
-        specs: list[TensorSpec] = []
-        for ref in self.outputs:
-            spec = self.inputs[ref] if ref < len(self.inputs) else self._result(ref)
-            specs.append(spec)
-        return tuple(specs)
-
-    def _result(self, ref: int) -> TensorSpec:
-        (spec,) = self.calls[ref - len(self.inputs)].results
-        assert spec is not None, f"output {ref} is not a tensor"
-        return spec
-
 
 def body_id(body: Body) -> BodyId:
     """Content hash of a body: of what is written, so that ``1`` and ``1.0``, equal in Python,
