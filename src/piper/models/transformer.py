@@ -179,7 +179,8 @@ def generate(
     Temperature 0 takes the most likely byte each time. Only the last *context* bytes are seen.
 
     Raises:
-        ConfigError: the prompt is empty, the temperature negative, or the vocabulary not of 256 bytes.
+        ConfigError: the prompt is empty, the temperature negative, or the vocabulary not of 256
+            bytes.
     """
     if not prompt:
         raise ConfigError("generate: expected a prompt of at least one byte, found none")

@@ -28,7 +28,7 @@ from piper.runtime.context import Context
 from piper.runtime.interpreter import Closure, Program
 from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
 from piper.runtime.state import ModelState, Weights
-from piper.runtime.worker import CommunicatorFactory, Worker, _Loaded
+from piper.runtime.worker import CommunicatorFactory, Loaded, Worker
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -324,7 +324,7 @@ class MeasuringWorker(Worker):
 
     def _program(
         self,
-        loaded: _Loaded,
+        loaded: Loaded,
         device: TorchDevice,
         state: ModelState,
         *,

@@ -75,7 +75,7 @@ class WorkerRun:
 
 
 @dataclass(slots=True)
-class _Loaded:
+class Loaded:
     """A plan on this worker; ``program`` exists once there is state."""
 
     plan: Plan
@@ -103,7 +103,7 @@ class Worker:
         self._make_device = device
         self._make_communicator = communicators
         self._communicators: dict[CommunicatorId, Communicator] = {}
-        self._plans: dict[str, _Loaded] = {}
+        self._plans: dict[str, Loaded] = {}
         self._state: ModelState | None = None
 
     def load(
@@ -129,7 +129,7 @@ class Worker:
         device = self._make_device()
         context = Context(plan, device.torch_device)
         loads = any(isinstance(i, LoadInput) for i in mine.instructions)
-        loaded = _Loaded(plan, mine, signature, constants, context, loads, compilation)
+        loaded = Loaded(plan, mine, signature, constants, context, loads, compilation)
         self._plans[key] = loaded
         if self._state is not None:
             loaded.program = self._program(loaded, device, self._state)
@@ -231,7 +231,7 @@ class Worker:
 
     def _step(
         self,
-        loaded: _Loaded,
+        loaded: Loaded,
         program: Program,
         step: int,
         seed: int,
@@ -293,7 +293,7 @@ class Worker:
 
     def _program(
         self,
-        loaded: _Loaded,
+        loaded: Loaded,
         device: TorchDevice,
         state: ModelState,
         *,
@@ -313,7 +313,7 @@ class Worker:
             ranges=ranges,
         )
 
-    def _load_batch(self, loaded: _Loaded, data: Data | None, step: int) -> Signature | None:
+    def _load_batch(self, loaded: Loaded, data: Data | None, step: int) -> Signature | None:
         """Put the batch of *step* into the context; its signature if that is not the plan's."""
         if not loaded.loads:
             return None
@@ -329,7 +329,7 @@ class Worker:
         loaded.context.leaves = leaves
         return None if found == loaded.signature else found
 
-    def _someone_stops(self, loaded: _Loaded, found: Signature | None, step: int) -> bool:
+    def _someone_stops(self, loaded: Loaded, found: Signature | None, step: int) -> bool:
         """Whether any device *found* a signature that is not the plan's.
 
         Raises :class:`RunError` when the devices that load inputs were given different batches:
