@@ -68,7 +68,7 @@ from piper.plan.model import Plan
 from piper.plan.topology import Link as PortLink
 from piper.plan.topology import Topology
 from piper.runtime.batch import Batch, signature
-from piper.runtime.state import OptimizerSpec, ParamsArgument
+from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
 from piper.runtime.worker import Worker
 
 REPLICAS = 2

@@ -34,7 +34,7 @@ from piper.ops.all_reduce import AllReduceBucket
 from piper.ops.all_to_all import ExchangeExperts
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 
 WORKERS = 2
 WARM_UP = 2

@@ -26,7 +26,8 @@ from piper.ops.base import Instruction
 from piper.plan.model import Plan
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Program
-from piper.runtime.state import ModelState, OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.state import ModelState
 
 STEPS = 300
 MICROBATCHES = 8

@@ -49,7 +49,7 @@ from piper.plan.account import account, adam_bytes, gloo_frame
 from piper.plan.codec import decode_plan, encode_plan
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch, signature
-from piper.runtime.state import OptimizerSpec, ParamsArgument
+from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
 from piper.schedules import SCHEDULES
 
 STAGES = REPLICAS = 2
@@ -452,7 +452,7 @@ def gradient_lines(setup: Setup, side: TorchSide) -> Iterator[str]:
             error = side.gradient_error(model, schedule, mode, batch)
             yield f"gradients torch {schedule:23} {mode:11} {error}"
     for name, schedule in SCHEDULES.items():
-        virtual = 2 if schedule.virtual_stages else 1
+        virtual = 2 if schedule.placement.virtual_stages else 1
         for level in setup.levels:
             if dist.get_rank() == 0:
                 yield f"gradients piper {name:23} ZeRO-{level}      {_checked(small, name, virtual, level, batch)}"

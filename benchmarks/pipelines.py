@@ -24,7 +24,8 @@ from piper import strategies
 from piper.api.programs import Program, Programs, model_tensors
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
 from piper.runtime.batch import Batch
-from piper.runtime.state import OptimizerSpec, ParamsArgument, Slice
+from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
+from piper.runtime.slices import Slice
 
 CONFIG = Path(__file__).parent.parent / "examples" / "gpt_stdlib.toml"
 """The model and the sequence length."""

@@ -33,8 +33,8 @@ from piper.devices.links import LinkTimes, answer_link, measure_link
 from piper.ids import DeviceId
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
 from piper.plan.profile import Profile
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.profiling import Measured, Replay
-from piper.runtime.state import OptimizerSpec
 from piper.simulate import simulate
 
 ROWS = 16

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.links import Link
 from torch._C._distributed_c10d import Store, TCPStore
 
-from piper.backends.base import WorkerBackend
+from piper.backends.workers import WorkerBackend
 from piper.devices.base import TorchDevice
 from piper.devices.cpu import CpuDevice
 from piper.devices.gloo import GlooCommunicator

@@ -1,7 +1,8 @@
 """Piper: programmable distributed training for PyTorch.
 
-Annotate regions of a model, state a strategy as directives, and train: see :func:`compile`. Step by step:
-:func:`capture`, :func:`apply`, :func:`plan`, :func:`verify`, :func:`simulate`, :func:`visualize`; :func:`check` compares a strategy with single-process training.
+Annotate regions of a model, state a strategy as directives, and train: see :func:`compile`. Step by
+step: :func:`capture`, :func:`apply`, :func:`plan`, :func:`verify`, :func:`simulate`,
+:func:`visualize`; :func:`check` compares a strategy with single-process training.
 
 Each name is imported when it is first used: ``import piper`` alone loads neither PyTorch nor Ray.
 """
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from piper import errors, schedules
     from piper.api import strategies
-    from piper.api.check import CheckReport, check
+    from piper.api.check import check
+    from piper.api.check_report import CheckReport
     from piper.api.compile import compile  # noqa: A004  (users write piper.compile)
     from piper.api.explain import explain
     from piper.api.trainer import Trainer, TrainResult
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from piper.plan.profile import Profile, load_profile
     from piper.plan.topology import Link, Topology
     from piper.planner import plan
-    from piper.runtime.checkpoint import Checkpoint
+    from piper.runtime.checkpoint.reader import Checkpoint
     from piper.runtime.grouped import grouped_mm
     from piper.schedules import placements
     from piper.simulate import simulate
@@ -89,8 +91,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckReport": "piper.api.check",
-    "Checkpoint": "piper.runtime.checkpoint",
+    "CheckReport": "piper.api.check_report",
+    "Checkpoint": "piper.runtime.checkpoint.reader",
     "Hardware": "piper.plan.costs",
     "Link": "piper.plan.topology",
     "LossScale": "piper.capture.precision",

@@ -31,7 +31,9 @@ class DType(StrEnum):
 
     @property
     def is_real_floating(self) -> bool:
-        """Whether it is a floating-point type that is not complex: what mixed precision speaks of."""
+        """Whether it is a floating-point type that is not complex: what mixed precision speaks
+        of.
+        """
         return self.value.startswith(("float", "bfloat"))
 
 

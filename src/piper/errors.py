@@ -85,7 +85,9 @@ class RunError(PiperError):
 
 
 class CommunicationError(RunError):
-    """A message was lost, malformed, or its peer is gone: usually a consequence of another failure."""
+    """A message was lost, malformed, or its peer is gone: usually a consequence of another
+    failure.
+    """
 
 
 class AbortedError(CommunicationError):

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 def collector_paused() -> Iterator[None]:
     """No garbage collection inside.
 
-    Capture and planning make hundreds of thousands of objects that stay; the collector would walk over all of
-    them again and again, which makes time grow faster than the plan.
+    Capture and planning make hundreds of thousands of objects that stay; the collector would walk
+    over all of them again and again, which makes time grow faster than the plan.
     """
     enabled = gc.isenabled()
     gc.disable()

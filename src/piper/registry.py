@@ -1,4 +1,6 @@
-"""A registry maps the name of a kind (a directive, a schedule, a device) to the one that implements it."""
+"""A registry maps the name of a kind (a directive, a schedule, a device) to the one that implements
+it.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import TypeVar

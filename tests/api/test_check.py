@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import piper
-from piper.api.check import CheckReport
+from piper.api.check_report import CheckReport
 from piper.api.compare import compare, scalar_error
 from piper.backends.inprocess import InProcessBackend
 from piper.errors import CheckError

@@ -367,7 +367,7 @@ def test_a_closed_trainer(original, tmp_path):
 
 def test_a_file_lost_while_it_is_read_closes_the_trainer(original, monkeypatch):
     """The state is half overwritten, so nobody may go on with it."""
-    from piper.runtime.checkpoint import Checkpoint
+    from piper.runtime.checkpoint.reader import Checkpoint
 
     def lose(self, files):
         return None

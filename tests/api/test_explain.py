@@ -31,7 +31,7 @@ def test_a_node_by_label_and_by_number(plan):
     )
     assert f"directive {place[0]}, {place[1].describe()}" in text
     assert "on devices 2, 3" in text
-    assert "Place(filter={'PP': 0}" not in text
+    assert "Place({'PP': 0}" not in text
 
 
 def test_what_a_node_comes_after_and_who_said_so(plan):
@@ -58,8 +58,8 @@ def test_when_it_runs_and_what_it_waited_for(plan):
 def test_communication_follows_from_chunks(plan):
     text = explain(plan, "transfer F PP=0 MB=1", STRATEGY)
     assert "between devices [0, 2], [1, 3]" in text
-    assert "Place(filter={'PP': 0}" in text
-    assert "Place(filter={'PP': 1}" in text
+    assert "Place({'PP': 0}" in text
+    assert "Place({'PP': 1}" in text
 
 
 def test_an_update_waits_for_the_readers_of_its_parameter(plan):
@@ -70,8 +70,8 @@ def test_an_update_waits_for_the_readers_of_its_parameter(plan):
 def test_a_device(plan):
     text = explain(plan, "device 3", STRATEGY)
     assert text.startswith("device 3: ")
-    assert "Place(filter={'PP': 1}" in text
-    assert "Place(filter={'PP': 0}" not in text
+    assert "Place({'PP': 1}" in text
+    assert "Place({'PP': 0}" not in text
     assert "1 before F PP=1 MB=0" in text
 
 

@@ -12,7 +12,7 @@ from piper.errors import ConfigError, MemoryBudgetError
 from piper.ops.compute import Compute
 from piper.ops.p2p import PostReceive
 from piper.plan.account import account, adam_bytes, gloo_frame
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 
 
 class Two(nn.Module):

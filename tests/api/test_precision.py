@@ -15,7 +15,7 @@ from piper.capture.precision import make_precision
 from piper.errors import CheckError, ConfigError
 from piper.ir.dag import Role
 from piper.plan.account import account, adam_bytes
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 from piper.schedules.placements import chain
 
 FP16 = piper.Precision(

@@ -8,13 +8,14 @@ import torch
 import piper
 from piper import strategies
 from piper.api.programs import model_tensors
+from piper.backends.clocks import clock_offsets
 from piper.backends.inprocess import InProcessBackend
 from piper.devices.cpu import CpuDevice
 from piper.errors import BatchError, StateError
 from piper.models.mlp import MLP, MLPConfig
 from piper.runtime.batch import signature
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.record import Clock
-from piper.runtime.state import OptimizerSpec
 from piper.runtime.worker import Worker
 from piper.simulate.timeline import Source
 
@@ -148,7 +149,7 @@ class Apart(InProcessBackend):
 def test_clocks_of_several_machines_are_aligned():
     backend = Apart(threads=1)
     with trainer(backend=backend):
-        offsets, error = backend._clock_offsets()
+        offsets, error = clock_offsets(backend._read_clocks)
         assert offsets[0] == 0
         assert 0 < error < 1
         for i, offset in enumerate(offsets):

@@ -15,7 +15,7 @@ from piper.directives.split import Split
 from piper.directives.strategy import apply
 from piper.planner import plan
 from piper.runtime.batch import signature
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 from piper.schedules.one_f_one_b import one_f_one_b
 
 MICROBATCHES, REPLICAS, STEPS, SEED = 2, 2, 3, 5

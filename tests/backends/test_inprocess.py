@@ -14,7 +14,8 @@ from tests.backends import plans
 from piper.backends.inprocess import InProcessBackend
 from piper.errors import BatchError, CommunicationError, ConfigError, RunError, StateError
 from piper.runtime.batch import Signature, signature
-from piper.runtime.state import OptimizerSnapshot, OptimizerSpec, StateSnapshot
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.snapshot import OptimizerSnapshot, StateSnapshot
 
 PIPELINE_ROWS = plans.ROWS * plans.MICROBATCHES
 

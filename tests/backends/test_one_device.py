@@ -6,7 +6,7 @@ from tests.backends.test_inprocess import losses
 
 from piper.backends import make_backend
 from piper.runtime.batch import signature
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 
 
 @pytest.mark.timeout(120)

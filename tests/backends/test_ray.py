@@ -16,7 +16,7 @@ from tests.backends.test_inprocess import started as started_inprocess
 from piper.backends import make_backend
 from piper.errors import CommunicationError, ConfigError, RunError
 from piper.runtime.batch import signature
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 

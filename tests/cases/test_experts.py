@@ -16,7 +16,8 @@ from piper.capture import capture_with_constants
 from piper.models import MoEConfig, moe_loss
 from piper.models.moe import Experts, Mixture
 from piper.runtime.batch import signature
-from piper.runtime.state import OptimizerSpec, StateSnapshot
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.snapshot import StateSnapshot
 
 VOCABULARY, LENGTH = 7, 4
 

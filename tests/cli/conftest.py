@@ -1,7 +1,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from piper.backends.base import WorkerBackend
+from piper.backends.workers import WorkerBackend
 from piper.cli.main import app
 
 SECTIONS = {

@@ -74,7 +74,7 @@ def test_mistakes(piper, write, options, message):
 
 def test_explain_says_who_placed_a_chunk(piper, write):
     lines = shown(piper("explain", "F PP=1 MB=1", write()))
-    assert any("Place(filter={'PP': 1}, devices=[1]" in line for line in lines)
+    assert any("Place({'PP': 1}, devices=[1]" in line for line in lines)
 
 
 def test_explain_of_nothing(piper, write):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from piper.backends.inprocess import InProcessBackend
 from piper.plan.model import Plan
 from piper.runtime.batch import signature
-from piper.runtime.state import OptimizerSpec, Shard, Slice
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.slices import Shard, Slice
 
 FLOOR = 1e-6
 """Norms below this fraction of the largest of their kind count as that much."""

@@ -49,8 +49,3 @@ def test_references_of_a_call_include_nested_and_keyword_ones():
     nested = Sequence((Ref(1), Sequence((Ref(2),)), 7))
     call = Call("aten.cat.default", (nested, 0), (("out", Ref(0)),), (ROWS,))
     assert call_refs(call) == (1, 2, 0)
-
-
-def test_outputs_may_be_inputs():
-    body = Body((ROWS,), (), (0, 0))
-    assert body.output_specs() == (ROWS, ROWS)

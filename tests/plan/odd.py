@@ -94,7 +94,7 @@ class Step:
     @property
     def num_stages(self) -> int:
         chosen = SCHEDULES[self.schedule]
-        return 2 * (2 if chosen.virtual_stages else chosen.stages_per_rank)
+        return 2 * (2 if chosen.placement.virtual_stages else chosen.placement.stages_per_rank)
 
     @property
     def strategy(self) -> list[Directive]:
@@ -105,7 +105,7 @@ class Step:
                 groups,
                 self.microbatches,
                 num_virtual_stages=self.num_stages // 2
-                if SCHEDULES[self.schedule].virtual_stages
+                if SCHEDULES[self.schedule].placement.virtual_stages
                 else None,
                 zero=self.zero,
                 bucket_size=self.bucket_size,

@@ -39,7 +39,8 @@ from piper.plan.account import account, adam_bytes, gloo_frame
 from piper.plan.memory import Category
 from piper.runtime.batch import signature
 from piper.runtime.code import chunk_function
-from piper.runtime.state import ModelState, OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.state import ModelState
 
 ROWS, LENGTH, VOCABULARY, LAYERS = 2, 8, 32, 4
 VIRTUAL = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")

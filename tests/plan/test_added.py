@@ -14,7 +14,7 @@ from piper.ops.p2p import Send
 from piper.plan.account import account
 from piper.plan.added import added_within
 from piper.plan.memory import Category
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 
 WIDTH, LAYERS = 8, 3
 MATRIX = WIDTH * WIDTH * 4

@@ -18,7 +18,7 @@ from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.account import account
 from piper.plan.memory import Category
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 
 WIDTH, LAYERS, MICROBATCHES = 16, 4, 3
 LAYER = WIDTH * WIDTH * 8

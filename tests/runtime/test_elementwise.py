@@ -12,7 +12,7 @@ from piper.errors import ConfigError
 from piper.ir.body import TensorSpec
 from piper.ir.dag import Parameter
 from piper.runtime.elementwise import ELEMENTWISE, _representatives, _Trial, check_optimizer
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,8 +4,8 @@ import torch
 from piper import apply, capture, plan, simulate, strategies
 from piper.devices.links import LARGE, SMALL, LinkTimes
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.profiling import Replay, measure_profile
-from piper.runtime.state import OptimizerSpec
 
 LINKS = LinkTimes({SMALL: 1e-5, LARGE: 1e-3}, {SMALL: 1e-4, LARGE: 1e-4 + (LARGE - SMALL) / 1e9})
 

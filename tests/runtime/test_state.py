@@ -6,16 +6,10 @@ import torch
 from piper.dtypes import DType
 from piper.errors import ConfigError, StateError
 from piper.ir.body import TensorSpec
-from piper.ir.dag import Buffer, Parameter
-from piper.runtime.state import (
-    ModelState,
-    OptimizerSpec,
-    StateSnapshot,
-    check_snapshot,
-    from_user_names,
-    group_parameters,
-    to_user_names,
-)
+from piper.ir.dag import Parameter
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.snapshot import StateSnapshot
+from piper.runtime.state import ModelState
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((3,), DType.FLOAT64)
@@ -133,40 +127,6 @@ def test_learning_rates_follow_the_schedule_from_each_groups_own():
         assert torch.equal(mine.parameters[name], tensor)
 
 
-def names_of(groups) -> list[list[str]]:
-    return [names for names, _ in groups]
-
-
-def test_groups_by_pattern_any_alias_counts_and_the_rest_comes_last():
-    groups = [{"names": ["head.*"], "lr": 1.0}, {"names": ["*.bias"], "weight_decay": 0.0}]
-    found = group_parameters(MODEL, groups)
-    assert names_of(found) == [
-        ["wte.weight"],
-        ["h.0.bias", "h.1.bias"],
-        ["h.0.weight", "h.1.weight"],
-    ]
-    assert [options for _, options in found] == [{"lr": 1.0}, {"weight_decay": 0.0}, {}]
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([{"names": ["*.gamma"]}], r"param_groups\[0\]: pattern '\*.gamma' matches no parameter"),
-        ([{"names": ["h.0.wieght"]}], "did you mean 'h.0.weight'"),
-        ([{"names": ["frozen.*"]}], "only parameters that do not require a gradient"),
-        (
-            [{"names": ["*.bias"]}, {"names": ["h.0.*"]}],
-            r"param_groups\[1\]: parameter 'h.0.bias' is already in param_groups\[0\]",
-        ),
-        ([{"names": "*.bias"}], r"param_groups\[0\] must be"),
-        ([{"lr": 1.0}], r"param_groups\[0\] must be"),
-    ],
-)
-def test_groups_that_make_no_sense_are_refused(groups, message):
-    with pytest.raises(ConfigError, match=message):
-        group_parameters(MODEL, groups)
-
-
 def test_a_device_may_hold_no_parameter_of_a_group():
     groups = ({"names": ["h.0.*"], "lr": 1.0},)
     mine = state(sgd, names=["h.1.bias"], param_groups=groups)
@@ -251,21 +211,3 @@ def test_buffers_are_copied_in_place():
     assert given["mean"].tolist() == [0.0] * 3
     with pytest.raises(StateError, match="holds no parameter or buffer 'var'"):
         mine.tensor("var")
-
-
-def test_snapshots_may_leave_out_buffers_that_are_not_persistent():
-    buffers = {"mean": Buffer("mean", SPEC, True), "table": Buffer("table", SPEC, False)}
-    mean = {"mean": torch.zeros(3, dtype=torch.float64)}
-    check_snapshot(StateSnapshot(tensors(), mean, None), MODEL, buffers)
-    with pytest.raises(StateError, match="missing buffer 'mean'"):
-        check_snapshot(StateSnapshot(tensors(), {}, None), MODEL, buffers)
-
-
-def test_names_of_tied_parameters():
-    named = to_user_names(tensors(), MODEL)
-    assert named["head.weight"] is named["wte.weight"]
-    assert from_user_names(named, MODEL).keys() == MODEL.keys()
-    alone = {n: t for n, t in named.items() if n != "wte.weight"}
-    assert from_user_names(alone, MODEL)["wte.weight"] is named["head.weight"]
-    with pytest.raises(StateError, match=r"'head.weight' and 'wte.weight' are one tied tensor"):
-        from_user_names({**named, "head.weight": torch.zeros(3)}, MODEL)

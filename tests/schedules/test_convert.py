@@ -55,7 +55,7 @@ def test_by_hand():
 @given(num_ranks=st.integers(1, 5), more=st.integers(0, 6))
 def test_every_schedule_there_and_back(name, num_ranks, more):
     count = 2 * num_ranks + more
-    virtual = 2 if SCHEDULES[name].virtual_stages else None
+    virtual = 2 if SCHEDULES[name].placement.virtual_stages else None
     orders = [
         directive
         for directive in pipeline(name, singles(num_ranks), count, num_virtual_stages=virtual)

@@ -70,7 +70,9 @@ def test_two_way_needs_an_even_number_of_microbatches(count, nearest):
 @given(half=st.integers(1, 4), num_virtual=st.integers(1, 3))
 def test_a_schedule_orders_what_its_placement_puts_on_each_group(name, half, num_virtual):
     schedule, num_ranks, num_microbatches = SCHEDULES[name], 2 * half, 4 * half + 2
-    num_virtual = num_virtual if schedule.virtual_stages else schedule.stages_per_rank
+    num_virtual = (
+        num_virtual if schedule.placement.virtual_stages else schedule.placement.stages_per_rank
+    )
     places = schedule.place(
         [[r] for r in range(num_ranks)], num_virtual, num_microbatches, "PP", "MB"
     )
@@ -84,7 +86,7 @@ def test_a_schedule_orders_what_its_placement_puts_on_each_group(name, half, num
         }
         ordered = {(stage, m) for group in groups(order) for _, stage, m in group}
         assert ordered == placed
-        assert any("MB" in place.filter for place in places) == schedule.places_microbatches
+        assert any("MB" in place.filter for place in places) == schedule.placement.by_microbatch
 
 
 @pytest.mark.parametrize(

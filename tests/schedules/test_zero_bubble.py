@@ -163,7 +163,7 @@ SPLIT = ["zb_h1", "interleaved_zero_bubble", "zbv", "dualpipe", "dualpipev"]
 @given(num_ranks=st.integers(1, 9), virtual=st.integers(1, 4), num_microbatches=st.integers(1, 30))
 def test_legal(name, num_ranks, virtual, num_microbatches):
     schedule = SCHEDULES[name]
-    virtual = virtual if schedule.virtual_stages else schedule.stages_per_rank
+    virtual = virtual if schedule.placement.virtual_stages else schedule.placement.stages_per_rank
     if name == "dualpipe":
         num_ranks, num_microbatches = 2 * num_ranks, 4 * num_ranks + 2 * (num_microbatches - 1)
     if name == "dualpipev":
@@ -207,8 +207,10 @@ def test_counts_that_cannot_be_are_refused(build, counts, message):
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_tags(name):
-    orders = SCHEDULES[name].order(2, SCHEDULES[name].stages_per_rank, 4, "LAYER", "SAMPLE")
+    orders = SCHEDULES[name].order(
+        2, SCHEDULES[name].placement.stages_per_rank, 4, "LAYER", "SAMPLE"
+    )
     names = {frozenset(f) for order in orders for group in order.filters for f in group}
     assert names == {frozenset({"LAYER", "SAMPLE", "PASS"})}
     with pytest.raises(ScheduleError, match="must differ"):
-        SCHEDULES[name].order(2, SCHEDULES[name].stages_per_rank, 4, "PP", "PASS")
+        SCHEDULES[name].order(2, SCHEDULES[name].placement.stages_per_rank, 4, "PP", "PASS")

@@ -16,16 +16,17 @@ from piper.api import checkpoint as api
 from piper.errors import CheckpointError, ConfigError
 from piper.training import loop
 from piper.training.checkpoint import find_checkpoint, saved_steps
-from piper.training.config import (
+from piper.training.config import RunConfig
+from piper.training.loop import Ending, Outcome, train
+from piper.training.metrics import HeldOutRecord, TrainRecord, read_metrics
+from piper.training.sections import (
     DataSection,
-    RunConfig,
     SGDSection,
     StrategySection,
     TrainSection,
     TransformerSection,
 )
-from piper.training.loop import Ending, Outcome, Silent, train
-from piper.training.metrics import HeldOutRecord, TrainRecord, read_metrics
+from piper.training.watcher import Silent
 
 __all__ = ["started"]  # a fixture
 

@@ -6,7 +6,8 @@ import torch
 from piper.api.strategies import pipeline
 from piper.directives.strategy import dump_strategy
 from piper.errors import ConfigError
-from piper.training.config import AdamWSection, SGDSection, load_config
+from piper.training.config import load_config
+from piper.training.sections import AdamWSection, SGDSection
 
 STRATEGY = """
 [strategy]
@@ -54,7 +55,7 @@ kind = "transformer"
 num_layers = 6
 width = 96
 tied_embedding = true
-num_stages = 3
+num_stages = 2
 [data]
 held_out = 0.2
 [optimizer]
@@ -71,7 +72,7 @@ max_minutes = 2.5
     )
     assert config.strategy.bucket_size == 0.5
     model = config.transformer()
-    assert (model.num_layers, model.width, model.num_stages, model.context) == (6, 96, 3, 32)
+    assert (model.num_layers, model.width, model.num_stages, model.context) == (6, 96, 2, 32)
     assert model.tied_embedding
     assert config.batches().held_out == 0.2
     assert config.optimizer == SGDSection(lr=1.0, momentum=0.9)
@@ -241,6 +242,17 @@ def test_compile(write, text, value):
 )
 def test_another_value_of_compile(write, text, message):
     assert error(write(STRATEGY + f"[train]\ncompile = {text}")) == message
+
+
+def test_stages_of_the_model_that_the_groups_do_not_hold(write):
+    message = error(write(STRATEGY + "[model]\nnum_stages = 4"))
+    assert message.startswith("model.num_stages: expected 2, 1 for each of the 2 groups")
+    assert message.endswith("found 4; leave it out, or change the groups")
+
+
+def test_more_stages_than_layers(write):
+    message = error(write(STRATEGY + "[model]\nnum_layers = 1"))
+    assert message.startswith("[model]: 2 stages cannot share 1 layers")
 
 
 def test_virtual_stages_multiply_the_models_stages(write):

@@ -10,9 +10,10 @@ from piper.errors import ConfigError, SplitError
 from piper.models.transformer import Transformer, transformer_loss
 from piper.plan.codec import load_plan
 from piper.training.config import load_config
-from piper.training.loop import Ending, Outcome, Silent, train
+from piper.training.loop import Ending, Outcome, train
 from piper.training.metrics import HeldOutRecord, TrainRecord, read_metrics
 from piper.training.model import make_model
+from piper.training.watcher import Silent
 from piper.verify import verify
 
 TEXT = "".join(f"the {i}th line counts {i * i}\n" for i in range(200))

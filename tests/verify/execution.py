@@ -28,7 +28,8 @@ from piper.ops.wait import Wait
 from piper.plan.model import Plan, SlotInfo
 from piper.runtime.batch import Batch, flatten, signature
 from piper.runtime.code import chunk_function
-from piper.runtime.state import OptimizerSpec, Slice
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.slices import Slice
 
 STEPS = 2
 RATE, MOMENTUM = 0.05, 0.9

@@ -1,4 +1,6 @@
-"""Is the captured graph the model? One microbatch's loss and gradients against eager PyTorch, before any worker starts."""
+"""Is the captured graph the model? One microbatch's loss and gradients against eager PyTorch,
+before any worker starts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,10 +19,13 @@ from piper.errors import CaptureError
 from piper.ir.dag import Dag, LossKind
 from piper.planner import plan
 from piper.runtime.batch import Batch, signature
-from piper.runtime.state import OptimizerSpec, Slice
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.slices import Slice
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
-"""Allowed relative error by the loss's element type; rounding stays far below, a wrong graph far above."""
+"""Allowed relative error by the loss's element type; rounding stays far below, a wrong graph far
+above.
+"""
 
 COARSE = 0.1
 """Allowed relative error for shorter types."""
@@ -34,8 +39,9 @@ def check_capture(
     seed: int,
     precision: Precision | None = None,
 ) -> None:
-    """Raise :class:`CaptureError` if the captured graph and eager PyTorch disagree on a microbatch of *batch*: on the first whose loss
-    has a weight. (Where none has, there is nothing to compare.) Both compute under *precision*.
+    """Raise :class:`CaptureError` if the captured graph and eager PyTorch disagree on a microbatch
+    of *batch*: on the first whose loss has a weight. (Where none has, there is nothing to compare.)
+    Both compute under *precision*.
     """
     dag = program.captured.dag
     size = program.plan.microbatch_size

@@ -5,14 +5,12 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 
 from piper.api.capture_check import check_capture
+from piper.api.check_report import CheckReport, StepErrors
 from piper.api.compare import Errors, compare, scalar_error
 from piper.api.compile import compilation
 from piper.api.programs import Programs, make_clip, model_tensors
@@ -22,120 +20,23 @@ from piper.api.trainer import Trainer, TrainResult
 from piper.backends.base import Backend
 from piper.backends.inprocess import InProcessBackend
 from piper.capture.joint import LossFn
-from piper.capture.precision import Precision, PrecisionLike, make_precision
+from piper.capture.precision import PrecisionLike, make_precision
 from piper.directives.base import Directive
 from piper.errors import CheckError
 from piper.runtime.batch import Batch
-from piper.runtime.state import (
-    ModelState,
-    OptimizerFactory,
-    OptimizerSpec,
-    Slice,
-    StateSnapshot,
-    per_element,
-)
+from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec, per_element
+from piper.runtime.slices import Slice
+from piper.runtime.snapshot import StateSnapshot
+from piper.runtime.state import ModelState
 
 TOLERANCE = 1e-10
 """Largest error that counts as equal, in float64."""
 
 PRECISION_TOLERANCE = 1e-5
-"""Largest error that counts as equal under a mixed-precision policy. What is computed in the compute type is rounded alike on both sides, bit for bit;
-only sums in the reduce type (float32: 6e-8) are added in another order, which the update and the next steps make little larger."""
-
-WHOLE_BATCH_TOLERANCE = 1e-8
-"""Larger differences between the step's loss and that of the whole batch in one piece are pointed out."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepErrors:
-    """Errors of one step against single-process training: of the loss, and, on every device that holds one, of each gradient,
-    updated parameter, buffer, and tensor of the optimizer's state; of the gradients' norm, if they are clipped; of the scale of the loss, if that is
-    scaled, which is infinitely wrong too where a step was skipped on one side only.
-    """
-
-    step: int
-    loss: float
-    gradients: Errors
-    parameters: Errors
-    buffers: Errors
-    optimizer: Errors
-    grad_norm: float = 0.0
-    loss_scale: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """The comparison. Print it with rich, or read its fields.
-
-    ``whole_batch_difference`` is the relative difference between the first step's loss and the loss of the whole batch in one
-    piece: nonzero where microbatches change the meaning of the model (BatchNorm, means over unequal counts).
-    """
-
-    steps: tuple[StepErrors, ...]
-    tolerance: float
-    whole_batch_difference: float
-    precision: Precision | None = None
-
-    @property
-    def max_loss_error(self) -> float:
-        """Largest relative error of a step's loss."""
-        return max(step.loss for step in self.steps)
-
-    @property
-    def max_grad_error(self) -> float:
-        """Largest relative error of a gradient, of the norm of all, or of the scale of the loss."""
-        return max(max(s.gradients.worst, s.grad_norm, s.loss_scale) for s in self.steps)
-
-    @property
-    def max_param_error(self) -> float:
-        """Largest relative error of an updated parameter, buffer or optimizer state."""
-        return max(max(s.parameters.worst, s.buffers.worst, s.optimizer.worst) for s in self.steps)
-
-    @property
-    def ok(self) -> bool:
-        """Whether every error is within the tolerance."""
-        return max(self.max_loss_error, self.max_grad_error, self.max_param_error) <= self.tolerance
-
-    def require(self) -> None:
-        """Raise :class:`CheckError` unless ``ok``."""
-        if not self.ok:
-            raise CheckError(
-                f"the strategy differs from single-process training: errors of loss {self.max_loss_error:.1e}, "
-                f"gradients {self.max_grad_error:.1e}, parameters {self.max_param_error:.1e}; allowed {self.tolerance:.0e}"
-            )
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """A table of the worst errors, the verdict, and what to know about the loss."""
-        types = "float64" if self.precision is None else str(self.precision.types)
-        table = Table(
-            "step", "what", "worst at", "error", title=f"against single-process training, {types}"
-        )
-        for step in self.steps:
-            table.add_row(str(step.step), "loss", "", _mark(step.loss, self.tolerance))
-            for what, errors in (
-                ("gradients", step.gradients),
-                ("parameters", step.parameters),
-                ("buffers", step.buffers),
-                ("optimizer state", step.optimizer),
-            ):
-                if errors.by_name:
-                    name = max(errors.by_name, key=errors.by_name.__getitem__)
-                    table.add_row("", what, name, _mark(errors.worst, self.tolerance))
-            if step.grad_norm:
-                table.add_row("", "gradients' norm", "", _mark(step.grad_norm, self.tolerance))
-            if step.loss_scale:
-                table.add_row("", "scale of the loss", "", _mark(step.loss_scale, self.tolerance))
-        yield table
-        yield "[green]equal[/green]" if self.ok else "[red]different[/red]"
-        if self.whole_batch_difference > WHOLE_BATCH_TOLERANCE:
-            yield (
-                f"[yellow]note[/yellow]: the loss of the whole batch in one piece differs by {self.whole_batch_difference:.1e}: "
-                "microbatches change what this model or loss computes (batch statistics, a mean over unequal counts)"
-            )
-
-
-def _mark(error: float, tolerance: float) -> str:
-    return f"[{'green' if error <= tolerance else 'red'}]{error:.1e}[/]"
+"""Largest error that counts as equal under a mixed-precision policy. What is computed in the
+compute type is rounded alike on both sides, bit for bit; only sums in the reduce type (float32:
+6e-8) are added in another order, which the update and the next steps make little larger.
+"""
 
 
 def check(
@@ -157,15 +58,18 @@ def check(
     backend: Backend | None = None,
     compile: bool | Literal["fallback"] = False,  # noqa: A002 (as in piper.compile)
 ) -> CheckReport:
-    """Train a float64 copy of *model* for *steps* steps under *strategy*, and in one process, and compare.
+    """Train a float64 copy of *model* for *steps* steps under *strategy*, and in one process, and
+    compare.
 
-    With a *precision*, both train a copy in the model's own types under that policy instead: this shows that the strategy keeps to the
-    policy, and float64 that it computes the right thing. *tolerance* is by default :data:`TOLERANCE`, with a policy
-    :data:`PRECISION_TOLERANCE`.
+    With a *precision*, both train a copy in the model's own types under that policy instead: this
+    shows that the strategy keeps to the policy, and float64 that it computes the right thing.
+    *tolerance* is by default :data:`TOLERANCE`, with a policy :data:`PRECISION_TOLERANCE`.
 
-    *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on every device that holds a copy, every
-    gradient, parameter, buffer and optimizer state, and the norm where gradients are clipped. *backend* defaults to threads of this process; its workers must be threads,
-    since the gradients are seen there. *compile* is that of :func:`piper.compile`: the single process is never compiled. Raises what :func:`piper.compile` raises.
+    *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on
+    every device that holds a copy, every gradient, parameter, buffer and optimizer state, and the
+    norm where gradients are clipped. *backend* defaults to threads of this process; its workers
+    must be threads, since the gradients are seen there. *compile* is that of :func:`piper.compile`:
+    the single process is never compiled. Raises what :func:`piper.compile` raises.
     """
     if steps < 1:
         raise CheckError(f"steps must be at least 1 to compare anything, found {steps}")
@@ -217,7 +121,9 @@ def check(
 
 
 def _norm_error(found: float | None, expected: float | None) -> float:
-    """Relative error of the norm of all gradients; 0 where there is none, or is no number, on both sides."""
+    """Relative error of the norm of all gradients; 0 where there is none, or is no number, on both
+    sides.
+    """
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
     if math.isnan(found) and math.isnan(expected):
@@ -268,7 +174,9 @@ class _Tap:
 
 
 def _completed(part: Slice, tensor: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
-    """A slice in place of that of what is *expected*, so that it can be compared as a whole tensor."""
+    """A slice in place of that of what is *expected*, so that it can be compared as a whole
+    tensor.
+    """
     if expected is None:
         return tensor
     whole = expected.clone().contiguous()
@@ -314,8 +222,8 @@ def _state_errors(copies: Sequence[StateSnapshot], state: ModelState) -> _StateE
 def _held_errors(
     copies: Sequence[Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]
 ) -> Errors:
-    """Errors of what each device holds. Norms count among all of *expected*, not only what is held. A copy in another type than
-    is *expected*, as chunks read it, must be what is expected, rounded.
+    """Errors of what each device holds. Norms count among all of *expected*, not only what is held.
+    A copy in another type than is *expected*, as chunks read it, must be what is expected, rounded.
     """
     held = {name for copy in copies for name in copy}
     worst = dict.fromkeys(expected.keys() - held, math.inf)
@@ -348,7 +256,9 @@ def _optimizer_errors(copies: Sequence[StateSnapshot], expected: StateSnapshot) 
 def _by_kind(
     snapshot: StateSnapshot, expected: Mapping[str, Mapping[str, torch.Tensor]] | None = None
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's state by key, then by parameter; numbers as tensors, slices completed by what is *expected*."""
+    """The optimizer's state by key, then by parameter; numbers as tensors, slices completed by what
+    is *expected*.
+    """
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, entries in (snapshot.optimizer.state if snapshot.optimizer else {}).items():
         for key, value in entries.items():

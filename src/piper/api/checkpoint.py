@@ -15,8 +15,12 @@ from piper.backends.base import Backend
 from piper.devices.tensors import torch_dtype
 from piper.errors import CheckpointError, StateError
 from piper.ir.dag import Dag
-from piper.runtime.checkpoint import INDEX, Checkpoint, encode, merge_files
-from piper.runtime.state import OptimizerSpec, check_snapshot, group_parameters
+from piper.runtime.checkpoint.index import INDEX
+from piper.runtime.checkpoint.reader import Checkpoint
+from piper.runtime.checkpoint.values import encode
+from piper.runtime.checkpoint.writer import merge_files
+from piper.runtime.optimizer import OptimizerSpec, group_parameters
+from piper.runtime.snapshot import check_snapshot
 
 PARTIAL = ".partial-"
 """What the names of folders begin with in which a checkpoint is being written."""
@@ -32,7 +36,8 @@ def save_checkpoint(
     loss_scaler: dict[str, float] | None,
     metadata: Mapping[str, object],
 ) -> None:
-    """Write the backend's state as a checkpoint *path*: into a folder beside it, which gets its name when all is on the disk.
+    """Write the backend's state as a checkpoint *path*: into a folder beside it, which gets its
+    name when all is on the disk.
 
     Raises :class:`CheckpointError`; then there is no folder *path*, and the backend is as before.
     """
@@ -63,8 +68,9 @@ def group_names(dag: Dag, optimizer: OptimizerSpec | None) -> list[tuple[str, ..
 
 
 def check_fits(checkpoint: Checkpoint, dag: Dag, groups: Sequence[tuple[str, ...]]) -> None:
-    """Raise :class:`CheckpointError` unless *checkpoint* has all of the state that a trainer of *dag* has whose optimizer has these *groups*,
-    and nothing else. A trainer without optimizer takes any.
+    """Raise :class:`CheckpointError` unless *checkpoint* has all of the state that a trainer of
+    *dag* has whose optimizer has these *groups*, and nothing else. A trainer without optimizer
+    takes any.
     """
     try:
         _check_tensors(checkpoint, dag)
@@ -133,7 +139,9 @@ def _require_file(device: int, path: Path, nbytes: int) -> None:
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, that becomes *path* at the end if nothing was raised, and else is removed."""
+    """A folder to fill, that becomes *path* at the end if nothing was raised, and else is
+    removed.
+    """
     _refuse_existing(path)
     folder = path.parent / f"{PARTIAL}{path.name}-{uuid4().hex[:8]}"
     try:

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import torch
 
 FLOOR = 1e-6
-"""Norms below this fraction of the largest norm of their kind count as that much: gradients that are zero by
-construction are rounding errors, not results."""
+"""Norms below this fraction of the largest norm of their kind count as that much: gradients that
+are zero by construction are rounding errors, not results.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors by name, ``|a - b| / max(|b|, FLOOR * largest |b|)`` in the 2-norm; a NaN, an infinity that the other side
-    does not have, and a tensor that exists on one side only are infinitely wrong. Never NaN.
+    """Relative errors by name, ``|a - b| / max(|b|, FLOOR * largest |b|)`` in the 2-norm; a NaN, an
+    infinity that the other side does not have, and a tensor that exists on one side only are
+    infinitely wrong. Never NaN.
     """
 
     by_name: Mapping[str, float]

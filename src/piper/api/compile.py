@@ -18,7 +18,8 @@ from piper.directives.base import Directive
 from piper.errors import ConfigError, StateError
 from piper.runtime.batch import Batch
 from piper.runtime.compiled import Compilation
-from piper.runtime.state import OptimizerFactory, OptimizerSpec, Weights
+from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec
+from piper.runtime.state import Weights
 
 
 def compile(  # noqa: A001  (the field's word; users write piper.compile)
@@ -47,29 +48,52 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
 ) -> Trainer:
     """Capture, plan and verify a training step, then start workers for it.
 
-    ``loss_fn(outputs, targets)`` returns a scalar mean over samples, or ``(sum, weight)``. ``strategy`` is a list of
-    directives. ``example_batch`` is a *global* batch ``(inputs, targets)``; inputs are a tensor, a tuple (``*args``)
-    or a mapping (``**kwargs``). ``optimizer`` takes what ``torch.optim`` classes take first and returns one;
-    ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``; ``lr_schedule`` maps the step to a factor on
-    the learning rates. ``backend`` is ``"ray"`` (one process per device), ``"inprocess"`` (one thread per device) or
-    a backend of your own. ``max_grad_norm`` clips the gradients by the norm of all of them together, as
-    ``torch.nn.utils.clip_grad_norm_`` does on one device (``norm_type`` 2 or ``math.inf``; with ``math.inf`` as bound the norm is
-    only reported). ``precision`` is a :class:`piper.Precision`, or one of the names ``"bf16"``, ``"fp16"``, ``"float32"`` and ``"float64"``: in
-    which types is computed, reduced and updated, and whether the loss is scaled (then the norm is reported too); without it, in those that the model and
-    the batch have. ``batch_dims`` names tensors that are not split (``{"mask": None}``). ``init`` gives the weights of a
-    model on the meta device: a mapping, or a function from names to one. With ``compile``, each chunk goes through
-    TorchInductor when the workers start (forward, backward and the halves of a split backward, each distinct body once in a
-    process; results are cached on disk); one that cannot be compiled is a :class:`CompileError`, or, with
-    ``"fallback"``, runs as it is, with a warning. ``verify_capture`` compares one
-    microbatch's loss and gradients with eager PyTorch first (skipped on the meta device).
+    Everything that can be refused is refused here, before any worker starts.
 
-    ``memory_budget`` (bytes, or a text such as ``"512MiB"``) bounds the planned peak of every device, optimizer state included, and of every
-    plan that the trainer makes; ``receive_bytes``, ``gather_bytes`` and ``fetch_bytes`` bound what a device receives, gathers of sharded
-    parameters, and brings back from host memory before it is needed, ``reduce_bytes`` what reductions have in flight. See :func:`piper.plan`.
+    Args:
+        model: not changed; :meth:`Trainer.copy_to` brings the trained weights back.
+        loss_fn: ``loss_fn(outputs, targets)`` returns a scalar, the mean over samples, or
+            ``(sum, weight)``.
+        strategy: a list of directives.
+        example_batch: a *global* batch ``(inputs, targets)``; inputs are a tensor, a tuple
+            (``*args``) or a mapping (``**kwargs``).
+        optimizer: takes what ``torch.optim`` classes take first, and returns one. ``None``: the
+            trainer cannot update parameters.
+        param_groups: mappings ``{"names": [pattern, ...], **options}``.
+        lr_schedule: maps the step to a factor on the learning rates.
+        backend: ``"ray"`` (one process per device), ``"inprocess"`` (one thread per device) or a
+            backend of your own.
+        seed: of the random numbers that the model draws.
+        max_grad_norm: clips the gradients by the norm of all of them together, as
+            ``torch.nn.utils.clip_grad_norm_`` does on one device; with ``math.inf`` the norm is
+            only reported.
+        norm_type: 2 or ``math.inf``.
+        precision: a :class:`piper.Precision`, or one of the names ``"bf16"``, ``"fp16"``,
+            ``"float32"`` and ``"float64"``: in which types is computed, reduced and updated, and
+            whether the loss is scaled (then the norm is reported too). ``None``: in those that the
+            model and the batch have.
+        batch_dims: names tensors that are not split (``{"mask": None}``).
+        init: the weights of a model on the meta device: a mapping, or a function from names to one.
+        compile: each chunk goes through TorchInductor when the workers start (forward, backward and
+            the halves of a split backward, each distinct body once in a process; results are cached
+            on disk). A chunk that cannot be compiled is a :class:`CompileError`, or, with
+            ``"fallback"``, runs as it is, with a warning.
+        verify_capture: compare one microbatch's loss and gradients with eager PyTorch first
+            (skipped on the meta device).
+        memory_budget: bytes, or a text such as ``"512MiB"``: bounds the planned peak of every
+            device, optimizer state included, in every plan that the trainer makes.
+        receive_bytes: bounds what a device receives before it is needed; see :func:`piper.plan`.
+        gather_bytes: bounds what it gathers of sharded parameters before they are needed.
+        fetch_bytes: bounds what it brings back from host memory before it is needed.
+        reduce_bytes: bounds what reductions have in flight.
 
-    Everything that can be refused is refused here, before any worker starts: :class:`CaptureError`,
-    :class:`FilterError`, :class:`DirectiveError` and its subclasses, :class:`VerificationError`, :class:`ConfigError`,
-    :class:`MemoryBudgetError`.
+    Raises:
+        CaptureError: the model, the loss or the batch cannot be captured.
+        FilterError, DirectiveError: the strategy does not fit the model, or itself.
+        VerificationError: the plan is wrong: a bug of piper.
+        MemoryBudgetError: no plan fits in the budget.
+        ConfigError: any other argument is wrong.
+        StateError: a tensor of the model has no value.
     """
     clip = make_clip(max_grad_norm, norm_type)
     policy = make_precision(precision)
@@ -87,8 +111,9 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     weights = init if init is not None else _weights(model)
     if verify_capture and not _on_meta(model):
         check_capture(model, loss_fn, program, example_batch, seed, policy)
-    chosen = make_backend(backend) if isinstance(backend, str) else backend
-    return Trainer(programs, program, chosen, weights, spec, seed, compilation(compile))
+    return Trainer(
+        programs, program, make_backend(backend), weights, spec, seed, compilation(compile)
+    )
 
 
 def compilation(option: bool | Literal["fallback"]) -> Compilation:

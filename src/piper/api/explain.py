@@ -25,9 +25,9 @@ def explain(
 ) -> str:
     """Why *what* of *plan* runs where and when it does, for people.
 
-    *what* is a node, by number (``"17"``) or label (``"F PP=1 MB=0"``); a device (``"device 1"``); or a step of a device's program
-    (``"1#17"``: device 1, instruction 17). *strategy* is what the plan was made from. Without a *timeline* times are
-    counted in forwards.
+    *what* is a node, by number (``"17"``) or label (``"F PP=1 MB=0"``); a device (``"device 1"``);
+    or a step of a device's program (``"1#17"``: device 1, instruction 17). *strategy* is what the
+    plan was made from. Without a *timeline* times are counted in forwards.
 
     Raises :class:`PlanError` if there is no such thing.
     """

@@ -10,10 +10,11 @@ _FIELDS = ("scale", "good_steps")
 
 
 class LossScaler:
-    """The present scale, and how it changes. One for the whole run: every device is told the scale of a step, and the driver adjusts it
-    once the step's norm is known.
+    """The present scale, and how it changes. One for the whole run: every device is told the scale
+    of a step, and the driver adjusts it once the step's norm is known.
 
-    ``scale`` is that of the next step, ``good_steps`` how many steps in a row have updated since it last changed.
+    ``scale`` is that of the next step, ``good_steps`` how many steps in a row have updated since it
+    last changed.
     """
 
     def __init__(self, policy: LossScale) -> None:
@@ -22,7 +23,9 @@ class LossScaler:
         self.good_steps = 0
 
     def update(self, *, skipped: bool) -> None:
-        """After a step that was to update: lower the scale if that was *skipped*, raise it after enough that were not."""
+        """After a step that was to update: lower the scale if that was *skipped*, raise it after
+        enough that were not.
+        """
         if skipped:
             self.scale, self.good_steps = self.scale * self.policy.backoff, 0
             return
@@ -57,5 +60,7 @@ class LossScaler:
 
 
 def is_skipped(grad_norm: float | None) -> bool:
-    """Whether a step under a scaled loss updates nothing: every device decides by the norm of all gradients, which all share."""
+    """Whether a step under a scaled loss updates nothing: every device decides by the norm of all
+    gradients, which all share.
+    """
     return grad_norm is not None and not math.isfinite(grad_norm)

@@ -8,7 +8,7 @@ from piper.backends.base import Backend
 from piper.backends.inprocess import InProcessBackend
 from piper.plan.account import gloo_frame
 from piper.planner.budget import Bounds, Limits, Size, to_bytes
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 
 _PROBES = (8, 16)
 """Rows of the matrices of 8 columns on which an optimizer is tried."""
@@ -42,8 +42,9 @@ def frame_bytes(backend: Backend | str) -> Callable[[int], int]:
 
 
 def optimizer_bytes(spec: OptimizerSpec | None) -> Callable[[int], int]:
-    """Bytes of optimizer state for a trained tensor of so many bytes: what the optimizer keeps for two small matrices, and in
-    between and beyond in proportion. Of several parameter groups, that which keeps the most counts.
+    """Bytes of optimizer state for a trained tensor of so many bytes: what the optimizer keeps for
+    two small matrices, and in between and beyond in proportion. Of several parameter groups, that
+    which keeps the most counts.
     """
     if spec is None:
         return lambda _: 0

@@ -1,4 +1,6 @@
-"""Single-process training, the measure of every strategy: eager PyTorch, microbatch after microbatch."""
+"""Single-process training, the measure of every strategy: eager PyTorch, microbatch after
+microbatch.
+"""
 
 import math
 from collections.abc import Mapping
@@ -20,14 +22,16 @@ from piper.dtypes import DType
 from piper.ir.body import TensorSpec
 from piper.ir.dag import Clip, Dag, LossKind, Parameter
 from piper.runtime.batch import Batch
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.random import DrawFrom
-from piper.runtime.state import ModelState, OptimizerSpec
+from piper.runtime.state import ModelState
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """One step's loss, and gradients by parameter name (absent where autograd gives none); of a training step that clips, the clipped
-    ones, and their norm before. Of a step that was ``skipped``, because under a scaled loss the norm was not finite, none: they were not used.
+    """One step's loss, and gradients by parameter name (absent where autograd gives none); of a
+    training step that clips, the clipped ones, and their norm before. Of a step that was
+    ``skipped``, because under a scaled loss the norm was not finite, none: they were not used.
     ``loss_scale`` is what the loss was scaled by.
     """
 
@@ -39,15 +43,19 @@ class ReferenceStep:
 
 
 class Reference:
-    """One process that runs the global batch's microbatches in sequence, sums their gradients as the loss demands, and updates.
+    """One process that runs the global batch's microbatches in sequence, sums their gradients as
+    the loss demands, and updates.
 
-    Works on copies of the model's tensors; the model itself (its modules, hooks, mode) is used as it is. Random operators
-    draw from the same streams as under any strategy. *clip* is that of the training step.
+    Works on copies of the model's tensors; the model itself (its modules, hooks, mode) is used as
+    it is. Random operators draw from the same streams as under any strategy. *clip* is that of the
+    training step.
 
-    Under a *precision* the parameters are its master weights, and each use of one reads a rounded copy of its own, so that gradients are
-    summed over uses, as over microbatches, in its reduce type. (Autograd by itself would add up the gradients of a parameter that is used twice in
-    the compute type, where the sum depends on the order.) What each backward starts from is the same as under any strategy: the
-    gradient of the step's loss with respect to a microbatch's, times the scale of the loss.
+    Under a *precision* the parameters are its master weights, and each use of one reads a rounded
+    copy of its own, so that gradients are summed over uses, as over microbatches, in its reduce
+    type. (Autograd by itself would add up the gradients of a parameter that is used twice in the
+    compute type, where the sum depends on the order.) What each backward starts from is the same as
+    under any strategy: the gradient of the step's loss with respect to a microbatch's, times the
+    scale of the loss.
     """
 
     def __init__(
@@ -176,7 +184,9 @@ class Reference:
 
 
 class _Parameters:
-    """The parameters as one forward and backward sees them: themselves, or under a *precision* stand-ins of the compute type."""
+    """The parameters as one forward and backward sees them: themselves, or under a *precision*
+    stand-ins of the compute type.
+    """
 
     def __init__(self, state: ModelState, precision: Precision | None) -> None:
         self._tensors: dict[str, torch.Tensor] = dict(state.parameters)

@@ -10,9 +10,11 @@ from torch.overrides import TorchFunctionMode
 class SeparateUses(TorchFunctionMode):
     """Give each call of a torch function its own rounded copies of parameters.
 
-    *sources* has, per stand-in that the model holds as its parameter, the tensor of a wider type that it was rounded from. Autograd adds up
-    the gradients of several uses of one tensor in that tensor's type: of the copies each is used once, so the gradients are added
-    where they were rounded from, in the wider type. (What reaches a stand-in otherwise, through ``autograd.Function.apply``, is added up there.)
+    *sources* has, per stand-in that the model holds as its parameter, the tensor of a wider type
+    that it was rounded from. Autograd adds up the gradients of several uses of one tensor in that
+    tensor's type: of the copies each is used once, so the gradients are added where they were
+    rounded from, in the wider type. (What reaches a stand-in otherwise, through
+    ``autograd.Function.apply``, is added up there.)
     """
 
     def __init__(self, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

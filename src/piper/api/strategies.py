@@ -75,25 +75,28 @@ def pipeline(
         replicate = replace(replicate, gather_stream=gather_stream)
     split = Split({}, dim_name=microbatch_tag, num_microbatches=num_microbatches)
     replicates = [replicate] if len(groups[0]) > 1 else []
-    if chosen.places_microbatches:
+    if chosen.placement.by_microbatch:
         return [split, *place, *replicates, *order]
     return [*place, *replicates, split, *order]
 
 
 def stages_per_group(schedule: str, num_virtual_stages: int | None = None) -> int:
-    """How many stages each group holds under *schedule*, where the user asks for *num_virtual_stages*.
+    """How many stages each group holds under *schedule*, where the user asks for
+    *num_virtual_stages*.
 
     Raises :class:`~piper.errors.ScheduleError` for a number that the schedule does not have.
     """
     chosen = SCHEDULES[schedule]
-    if num_virtual_stages in (None, chosen.stages_per_rank):
-        return chosen.stages_per_rank
-    if not chosen.virtual_stages:
-        number = {1: "one stage", 2: "two stages"}[chosen.stages_per_rank]
-        with_virtual = ", ".join(sorted(s.name for s in SCHEDULES.values() if s.virtual_stages))
+    if num_virtual_stages in (None, chosen.placement.stages_per_rank):
+        return chosen.placement.stages_per_rank
+    if not chosen.placement.virtual_stages:
+        number = {1: "one stage", 2: "two stages"}[chosen.placement.stages_per_rank]
+        with_virtual = ", ".join(
+            sorted(s.name for s in SCHEDULES.values() if s.placement.virtual_stages)
+        )
         raise ScheduleError(
             f"schedule {schedule!r} has {number} per group, found "
-            f"num_virtual_stages={num_virtual_stages}; leave it at {chosen.stages_per_rank} or "
+            f"num_virtual_stages={num_virtual_stages}; leave it at {chosen.placement.stages_per_rank} or "
             f"choose one of: {with_virtual}"
         )
     assert num_virtual_stages is not None

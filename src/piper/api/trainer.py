@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -15,21 +15,18 @@ from piper.api.checkpoint import check_fits, group_names, save_checkpoint
 from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.programs import Program, Programs
 from piper.api.rows import Rows
+from piper.api.user_names import snapshot_from, user_state
 from piper.backends.base import Backend, StepResult
-from piper.errors import BatchError, StateError, nearest
+from piper.errors import BatchError, StateError
 from piper.ir.dag import Dag, GradientUse, LossKind
 from piper.plan.account import account
 from piper.runtime.batch import Batch, Data
-from piper.runtime.checkpoint import Checkpoint
+from piper.runtime.checkpoint.reader import Checkpoint
 from piper.runtime.compiled import Compilation
 from piper.runtime.elementwise import check_optimizer
-from piper.runtime.state import (
-    OptimizerSpec,
-    StateSnapshot,
-    Weights,
-    from_user_names,
-    to_user_names,
-)
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.snapshot import StateSnapshot
+from piper.runtime.state import Weights
 from piper.simulate.measured import measured_timeline
 from piper.simulate.timeline import Timeline
 
@@ -225,7 +222,7 @@ class Trainer:
         under a ``precision`` floating-point parameters have the master type, of which frozen ones hold no more than the compute type does.
         """
         snapshot = self._snapshot(optimizer=False)
-        return _user_state(self.dag, snapshot)
+        return user_state(self.dag, snapshot)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Overwrite parameters and persistent buffers. The optimizer's state is left alone; gradients that ``step(update=False)`` kept are
@@ -235,7 +232,7 @@ class Trainer:
         Raises :class:`StateError` for missing, unexpected, misshapen entries, or different tensors under tied names.
         """
         current = self._snapshot(optimizer=False)
-        snapshot = _snapshot_from(self.dag, state, current)
+        snapshot = snapshot_from(self.dag, state, current)
         with self._closing_on_error():
             self._backend.restore(snapshot)
         self._forget()
@@ -536,34 +533,3 @@ def _first_tensor(tree: object) -> torch.Tensor | None:
 def _chained(first: Sequence[Batch], rest: Iterator[Batch]) -> Iterator[Batch]:
     yield from first
     yield from rest
-
-
-# --- the user's names ------------------------------------------------------------------------------
-
-
-def _user_state(dag: Dag, snapshot: StateSnapshot) -> dict[str, torch.Tensor]:
-    persistent = {n: t for n, t in snapshot.buffers.items() if dag.buffers[n].persistent}
-    return to_user_names(snapshot.parameters, dag.parameters) | to_user_names(
-        persistent, dag.buffers
-    )
-
-
-def _snapshot_from(
-    dag: Dag, state: Mapping[str, torch.Tensor], current: StateSnapshot
-) -> StateSnapshot:
-    """*current* with the entries of *state* in place of its own."""
-    expected = _user_state(dag, current)
-    for name in state:
-        if name not in expected:
-            raise StateError(f"state_dict has unexpected entry {name!r}{nearest(name, expected)}")
-    missing = [name for name in expected if name not in state]
-    if missing:
-        raise StateError(f"state_dict lacks {len(missing)} entries: {', '.join(missing[:8])}")
-    parameters = from_user_names(state, dag.parameters)
-    buffers = from_user_names(state, dag.buffers)
-    return replace(
-        current,
-        parameters={name: parameters[name] for name in current.parameters},
-        buffers={name: buffers.get(name, value) for name, value in current.buffers.items()},
-        optimizer=None,
-    )

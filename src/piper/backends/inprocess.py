@@ -1,4 +1,6 @@
-"""Every device a thread of this process: no cluster, a debugger works, sixteen devices on a laptop."""
+"""Every device a thread of this process: no cluster, a debugger works, sixteen devices on a
+laptop.
+"""
 
 import os
 import threading
@@ -6,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from piper.backends.base import WorkerBackend, failure_of, root_cause
+from piper.backends.failures import failure_of, root_cause
+from piper.backends.workers import WorkerBackend
 from piper.devices.cpu import CpuDevice
 from piper.devices.memory import Hub
 from piper.ids import DeviceId
@@ -68,7 +71,8 @@ class InProcessBackend(WorkerBackend):
 
     def _run_threads(self, call: Callable[[int], None]) -> None:
         """Run ``call(rank)`` on a thread per device, to the end of all of them."""
-        # Not `Thread.join` alone: an interrupted join (CPython 3.11) takes a running thread for a stopped one.
+        # Not `Thread.join` alone: an interrupted join (CPython 3.11) takes a running thread for a
+        # stopped one.
         finished = [threading.Event() for _ in self._workers]
 
         def run(rank: int) -> None:

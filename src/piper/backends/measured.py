@@ -13,13 +13,16 @@ from piper.plan.memory import DeviceMemory
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch, signature
 from piper.runtime.measure import MeasuringWorker
-from piper.runtime.state import OptimizerSpec, Weights
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.state import Weights
 
 KEY = "measured"
 
 
 class _Unseen:
-    """A copy that nobody sees to be complete before waiting for it, so that chance plays no part; *kept* is kept until then."""
+    """A copy that nobody sees to be complete before waiting for it, so that chance plays no part;
+    *kept* is kept until then.
+    """
 
     def __init__(self, handle: Handle, kept: Sequence[Tensor]) -> None:
         self._handle, self._kept = handle, kept
@@ -53,7 +56,9 @@ class MeasuredCpu(CpuDevice):
 
 
 class MeasuredBackend(InProcessBackend):
-    """Like :class:`~piper.backends.inprocess.InProcessBackend`, but counts what is alive after every instruction: slow."""
+    """Like :class:`~piper.backends.inprocess.InProcessBackend`, but counts what is alive after
+    every instruction: slow.
+    """
 
     def found(self, key: str) -> tuple[DeviceMemory, ...]:
         """What each device used in the last step of plan *key*, in device order."""
@@ -74,10 +79,11 @@ def measure(
     optimizer: OptimizerSpec | None = None,
     constants: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[DeviceMemory, ...]:
-    """The memory that each device uses in a step of *plan*, in device order; see :mod:`piper.plan.memory` for what counts.
+    """The memory that each device uses in a step of *plan*, in device order; see
+    :mod:`piper.plan.memory` for what counts.
 
-    It is the second of two steps that is measured: the optimizer makes its state in the first. Raises what
-    :class:`~piper.backends.base.Backend` raises.
+    It is the second of two steps that is measured: the optimizer makes its state in the first.
+    Raises what :class:`~piper.backends.base.Backend` raises.
     """
     with MeasuredBackend() as backend:
         backend.start(plan.num_devices)

@@ -19,7 +19,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Store
 
-from piper.backends.base import Failure, WorkerBackend, failure_of, root_cause
+from piper.backends.failures import Failure, failure_of, root_cause
+from piper.backends.workers import WorkerBackend
 from piper.devices.cpu import CpuDevice
 from piper.devices.gloo import DEFAULT_TIMEOUT, GlooCommunicator
 from piper.errors import ConfigError, RunError

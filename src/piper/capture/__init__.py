@@ -28,13 +28,14 @@ def capture(
     """One training step of *model* and *loss_fn* as a DAG of chunks.
 
     *example_batch* is ``(inputs, targets)``: *inputs* a tensor, a tuple (``*args``) or a mapping
-    (``**kwargs``), *targets* any tree of tensors. Only shapes and types count; *model* may be on ``meta``
-    and is not changed. Every tensor is split on dimension 0 unless *batch_dims* says otherwise
-    (``{"mask": None}``); leaves that are not tensors are constants, as is ``model.training``.
+    (``**kwargs``), *targets* any tree of tensors. Only shapes and types count; *model* may be on
+    ``meta`` and is not changed. Every tensor is split on dimension 0 unless *batch_dims* says
+    otherwise (``{"mask": None}``); leaves that are not tensors are constants, as is
+    ``model.training``.
 
-    *loss_fn* ``(outputs, targets)`` returns a scalar, the mean over samples, or ``(sum, weight)``. The
-    batch size stays symbolic unless *batch_size* fixes it. Without *grad* there is only the forward. *precision* is a
-    :class:`piper.Precision` or the name of one.
+    *loss_fn* ``(outputs, targets)`` returns a scalar, the mean over samples, or ``(sum, weight)``.
+    The batch size stays symbolic unless *batch_size* fixes it. Without *grad* there is only the
+    forward. *precision* is a :class:`piper.Precision` or the name of one.
 
     Raises :class:`piper.errors.CaptureError` with the reason, the user's line and a remedy.
     """

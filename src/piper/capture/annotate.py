@@ -101,8 +101,8 @@ def recording(trace: RegionTrace) -> Iterator[None]:
 def annotate(name: str, index: int | None = None) -> Iterator[None]:
     """Mark the operations inside the context as region *name*, number *index*.
 
-    Without *index*, regions of one name are numbered from 0 in the order in which one forward enters
-    them. Regions of different names nest. Outside a capture nothing happens.
+    Without *index*, regions of one name are numbered from 0 in the order in which one forward
+    enters them. Regions of different names nest. Outside a capture nothing happens.
 
     Raises :class:`piper.errors.AnnotationError` for a reserved or empty name, a bad index, a name
     nested in itself, and a name used both with and without an index.
@@ -143,8 +143,8 @@ class Module(Protocol):
 class AnnotatedForward:
     """Replaces a module's ``forward`` on the instance: enters the regions, then calls the original.
 
-    Plain data (the module, its tags, a ``forward`` that the instance already had), so that the model
-    can still be pickled and deep-copied.
+    Plain data (the module, its tags, a ``forward`` that the instance already had), so that the
+    model can still be pickled and deep-copied.
     """
 
     module: Module
@@ -177,14 +177,15 @@ class AnnotatedForward:
 
 
 def annotate_module(module: Module, name: str, index: int) -> None:
-    """Make *module* (a ``torch.nn.Module``) region *name*, number *index*, without editing its code.
+    """Make *module* (a ``torch.nn.Module``) region *name*, number *index*, without editing its
+    code.
 
     Every call of the module enters the region. Doing it again with the same tag changes nothing; a
     module can carry tags of several names, the first one outermost. The annotated model keeps its
     ``state_dict`` and can be pickled and deep-copied.
 
-    Raises :class:`piper.errors.AnnotationError` for a bad tag and for a module that already is region
-    *name* with another index.
+    Raises :class:`piper.errors.AnnotationError` for a bad tag and for a module that already is
+    region *name* with another index.
     """
     check_tag(name, index)
     if index is None:

@@ -1,7 +1,7 @@
 """The example batch: inputs and targets flattened into named leaves.
 
-A tree is any nesting of tuples, named tuples, lists and mappings; everything else is a leaf. The same
-flattening, in the same order, serves the capture and every later step.
+A tree is any nesting of tuples, named tuples, lists and mappings; everything else is a leaf. The
+same flattening, in the same order, serves the capture and every later step.
 """
 
 import inspect
@@ -24,8 +24,8 @@ TARGETS = "targets"
 class Leaf:
     """One leaf of the batch. ``split`` says whether dimension 0 is the batch dimension.
 
-    ``name`` is its path (``inputs``, ``inputs[0]``, ``inputs.mask``, ``targets.labels``); ``alias`` the same
-    path from the parameter of the model's ``forward`` that receives it (``x``, ``mask``).
+    ``name`` is its path (``inputs``, ``inputs[0]``, ``inputs.mask``, ``targets.labels``); ``alias``
+    the same path from the parameter of the model's ``forward`` that receives it (``x``, ``mask``).
     """
 
     name: str
@@ -43,7 +43,8 @@ class Leaf:
 class Batch:
     """A flattened batch and the way back.
 
-    ``size`` is the common length of dimension 0 of the split tensors, ``None`` when nothing is split.
+    ``size`` is the common length of dimension 0 of the split tensors, ``None`` when nothing is
+    split.
     """
 
     leaves: tuple[Leaf, ...]
@@ -72,13 +73,13 @@ def flatten_batch(
 ) -> Batch:
     """Flatten ``(inputs, targets)``.
 
-    *inputs* is a tensor, a tuple (passed as ``*args``) or a mapping (passed as ``**kwargs``), *targets*
-    any tree. *batch_dims* maps a leaf's path, the name of the parameter of *forward* that receives it,
-    a key of the inputs or targets, or a prefix of one of these, to ``None`` for a tensor that is not
-    split, or to 0, the default.
+    *inputs* is a tensor, a tuple (passed as ``*args``) or a mapping (passed as ``**kwargs``),
+    *targets* any tree. *batch_dims* maps a leaf's path, the name of the parameter of *forward* that
+    receives it, a key of the inputs or targets, or a prefix of one of these, to ``None`` for a
+    tensor that is not split, or to 0, the default.
 
-    Raises :class:`piper.errors.CaptureError` when the batch has another form, a name in *batch_dims*
-    is unknown, or the split tensors disagree about the batch size.
+    Raises :class:`piper.errors.CaptureError` when the batch has another form, a name in
+    *batch_dims* is unknown, or the split tensors disagree about the batch size.
     """
     inputs, targets = _pair(example_batch)
     args, kwargs = as_arguments(inputs)
@@ -95,7 +96,9 @@ def flatten_batch(
 
 
 def as_arguments(inputs: object) -> tuple[tuple[object, ...], dict[str, object]]:
-    """*inputs* as ``(args, kwargs)``: a mapping gives ``kwargs``, a tuple ``args``, else one argument."""
+    """*inputs* as ``(args, kwargs)``: a mapping gives ``kwargs``, a tuple ``args``, else one
+    argument.
+    """
     if isinstance(inputs, Mapping):
         return (), {str(key): value for key, value in inputs.items()}
     if isinstance(inputs, tuple) and not _is_named_tuple(inputs):

@@ -15,12 +15,12 @@ from piper.capture.sizes import dim, size_argument
 from piper.dtypes import DType
 from piper.errors import CaptureError
 from piper.ir import body as ir
-from piper.ir.body import Arg, Body, Call, Const, Literal, Ref, TensorSpec
+from piper.ir.body import GETITEM, Arg, Body, Call, Const, Literal, Ref, TensorSpec
 
 Node: TypeAlias = torch.fx.Node
 
-# The graph's views were legal for the strides of its values. A value that comes from another device is
-# contiguous, so a view of it (or of a sunk view of it) may need a copy.
+# The graph's views were legal for the strides of its values. A value that comes from another device
+# is contiguous, so a view of it (or of a sunk view of it) may need a copy.
 _STRIDE_FREE = {
     "aten.view.default": "aten.reshape.default",
     "aten._unsafe_view.default": "aten.reshape.default",
@@ -172,7 +172,7 @@ _CONSTANTS: tuple[tuple[type, Callable[[object], Const]], ...] = (
 def check_operators(nodes: Iterable[Node]) -> None:
     """Raise :class:`CaptureError` for a node that is not a call of one registered operator."""
     for node in nodes:
-        if node.op != "call_function" or is_size(node) or name(node) == "operator.getitem":
+        if node.op != "call_function" or is_size(node) or name(node) == GETITEM:
             continue
         if not isinstance(node.target, OpOverload):
             raise CaptureError(

@@ -21,7 +21,9 @@ PREFIX = "constant."
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """``literals`` by node; ``tensors`` by the name of their buffer, and ``names`` of nodes in it."""
+    """``literals`` by node; ``tensors`` by the name of their buffer, and ``names`` of nodes in
+    it.
+    """
 
     literals: dict[Node, Literal]
     names: dict[Node, str]

@@ -1,8 +1,8 @@
 """Parameter gradients as sums of contributions, one per chunk.
 
-A parameter used in several places (tied weights, ``x @ W @ W``) has a gradient that the graph adds up. The
-additions at the end of that sum are cut away: each chunk contributes what it computed, and the sum is
-left to whoever places the chunks.
+A parameter used in several places (tied weights, ``x @ W @ W``) has a gradient that the graph adds
+up. The additions at the end of that sum are cut away: each chunk contributes what it computed, and
+the sum is left to whoever places the chunks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,9 @@ Node: TypeAlias = torch.fx.Node
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """``terms``: per parameter, by its first name, what its gradient is the sum of. ``cut``: the additions."""
+    """``terms``: per parameter, by its first name, what its gradient is the sum of. ``cut``: the
+    additions.
+    """
 
     terms: dict[str, list[Node]]
     cut: frozenset[Node]
@@ -82,9 +84,9 @@ def _insert_after(node: Node, target: OpOverload, args: tuple[Node, ...]) -> Nod
 def bring_home(gradients: Gradients, joint: Joint, layout: Layout) -> Gradients:
     """Give every contribution to the backward of a region that uses its parameter.
 
-    The gradient of ``x + bias`` with respect to an unreduced ``bias`` is the very gradient that arrives from
-    the next region; without this, that region would own the contribution of a parameter that it does
-    not have. Adds the new nodes to *layout*.
+    The gradient of ``x + bias`` with respect to an unreduced ``bias`` is the very gradient that
+    arrives from the next region; without this, that region would own the contribution of a
+    parameter that it does not have. Adds the new nodes to *layout*.
     """
     users = _using_regions(joint, layout)
     terms: dict[str, list[Node]] = {}
@@ -130,8 +132,9 @@ def contributions(
 ) -> Mapping[int, list[tuple[str, Node]]]:
     """Per chunk, the parameters that it contributes to and the nodes that hold the contributions.
 
-    Several terms in one chunk are added there. With *reduce*, floating-point terms are cast to that type first, each by itself: so the
-    sum does not depend on which of them are in one chunk. Adds the new nodes to *layout* and *chunk_of*.
+    Several terms in one chunk are added there. With *reduce*, floating-point terms are cast to that
+    type first, each by itself: so the sum does not depend on which of them are in one chunk. Adds
+    the new nodes to *layout* and *chunk_of*.
     """
     found: dict[int, list[tuple[str, Node]]] = {}
     for parameter, terms in gradients.terms.items():

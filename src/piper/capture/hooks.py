@@ -33,7 +33,8 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def watched_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """While a model is captured, refuse backward hooks that return nothing, and re-entrant checkpoints.
+    """While a model is captured, refuse backward hooks that return nothing, and re-entrant
+    checkpoints.
 
     Inside a re-entrant checkpoint nothing would get a gradient.
     The hook dictionaries of *modules* are replaced; the caller restores them.

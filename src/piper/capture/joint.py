@@ -1,8 +1,8 @@
 """Capture of model + loss as one joint forward-and-backward graph.
 
-With its helpers ``states``, ``sizes`` and ``explain``, the only place that touches private functions of
-torch: ``aot_export_joint_with_descriptors`` and its descriptors, fake tensors with a symbolic batch size,
-node annotations. The tested releases are in :data:`TESTED_TORCH`.
+With its helpers ``states``, ``sizes`` and ``explain``, the only place that touches private
+functions of torch: ``aot_export_joint_with_descriptors`` and its descriptors, fake tensors with a
+symbolic batch size, node annotations. The tested releases are in :data:`TESTED_TORCH`.
 """
 # ruff: noqa: SLF001 (private state of modules and tensors has no public accessor)
 
@@ -95,10 +95,11 @@ class Joint:
     """One captured step.
 
     ``gradients`` has one entry per name of a trained parameter (a tied parameter has several), with
-    ``None`` where the loss does not depend on it. ``leaves`` are stand-ins of the batch's tensors by leaf
-    number. ``size_guards`` are conditions on :data:`~piper.capture.sizes.SYMBOL`,
-    ``symbolic`` is false when the batch size is the constant ``captured_size``. Under a ``precision`` the graph reads floating-point
-    parameters, and makes their gradients, in its compute type; ``parameters`` are as the model has them.
+    ``None`` where the loss does not depend on it. ``leaves`` are stand-ins of the batch's tensors
+    by leaf number. ``size_guards`` are conditions on :data:`~piper.capture.sizes.SYMBOL`,
+    ``symbolic`` is false when the batch size is the constant ``captured_size``. Under a
+    ``precision`` the graph reads floating-point parameters, and makes their gradients, in its
+    compute type; ``parameters`` are as the model has them.
     """
 
     module: torch.fx.GraphModule
@@ -134,7 +135,9 @@ def is_accumulation(node: torch.fx.Node) -> bool:
 
 
 def sequence_number(node: torch.fx.Node) -> int | None:
-    """Number of the autograd node: equal for a forward operation and those that compute its gradient."""
+    """Number of the autograd node: equal for a forward operation and those that compute its
+    gradient.
+    """
     number: int | None = node.meta.get("seq_nr")
     return number
 
@@ -163,9 +166,9 @@ def capture_joint(
 ) -> Joint:
     """Record one step of *model* and *loss_fn* on the shapes of *batch*; no data is computed.
 
-    *batch_size* ``None`` keeps the batch size symbolic, a number fixes it. With *grad* false only the
-    forward is recorded. The model may be on ``meta``; it is left exactly as it was. *precision* says in which types
-    is computed.
+    *batch_size* ``None`` keeps the batch size symbolic, a number fixes it. With *grad* false only
+    the forward is recorded. The model may be on ``meta``; it is left exactly as it was. *precision*
+    says in which types is computed.
 
     Raises :class:`piper.errors.CaptureError` for whatever one graph cannot express.
     """
@@ -256,7 +259,9 @@ class _StepModule(nn.Module):
         return result
 
     def _write_back(self, before: dict[str, torch.Tensor]) -> None:
-        """Turn ``self.buffer = new`` into an update of the buffer in place, which capture follows."""
+        """Turn ``self.buffer = new`` into an update of the buffer in place, which capture
+        follows.
+        """
         for name, new in self.model.named_buffers():
             old = before.get(name)
             if new is old:

@@ -5,6 +5,8 @@ import operator
 import torch
 import torch.fx
 
+from piper.ir.body import GETITEM
+
 RESHAPES = frozenset(
     f"aten.{name}"
     for name in (
@@ -66,7 +68,7 @@ def name(node: torch.fx.Node) -> str:
     """The operator's name, for instance ``aten.mm.default`` or ``operator.getitem``."""
     if node.op != "call_function":
         return node.op
-    return "operator.getitem" if node.target is operator.getitem else str(node.target)
+    return GETITEM if node.target is operator.getitem else str(node.target)
 
 
 def is_size(node: torch.fx.Node) -> bool:

@@ -67,8 +67,8 @@ def _chunks(joint: Joint, layout: Layout) -> dict[Node, int]:
     chunk_of = _segmented(nodes, layout)
     gradient = _gradients(joint)
     backward = {chunk_of[n] for n in nodes if n in gradient}
-    # What the backward computes from saved values alone, if it did not fit into a backward chunk, is
-    # forward work: a chunk that reads no gradient is not a backward chunk.
+    # What the backward computes from saved values alone, if it did not fit into a backward chunk,
+    # is forward work: a chunk that reads no gradient is not a backward chunk.
     early = [n for n in nodes if layout.keys[n][1] is Pass.BACKWARD and chunk_of[n] not in backward]
     if not early:
         return chunk_of

@@ -18,11 +18,13 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """How the loss is scaled so that small gradients survive in float16 (Micikevicius et al., 2018): as ``torch.amp.GradScaler`` does.
+    """How the loss is scaled so that small gradients survive in float16 (Micikevicius et al.,
+    2018): as ``torch.amp.GradScaler`` does.
 
-    Every backward starts from ``scale`` times its usual gradient, and gradients are divided by ``scale`` before they are clipped and
-    used. If any of them, anywhere, is not finite, the step updates nothing and the scale is multiplied by *backoff*; after
-    *growth_interval* steps in a row without that it is multiplied by *growth*. It begins as *init*.
+    Every backward starts from ``scale`` times its usual gradient, and gradients are divided by
+    ``scale`` before they are clipped and used. If any of them, anywhere, is not finite, the step
+    updates nothing and the scale is multiplied by *backoff*; after *growth_interval* steps in a row
+    without that it is multiplied by *growth*. It begins as *init*.
 
     Raises :class:`ConfigError` for numbers under which that makes no sense.
     """
@@ -57,21 +59,24 @@ def _require(field: str, value: object, good: bool, wanted: str) -> None:
 class Precision:
     """The element types of training, in the manner of FSDP2's ``MixedPrecisionPolicy``.
 
-    * The model's floating-point parameters are kept in *master*, in which the optimizer updates them, and used in *compute*. Frozen
-      ones are kept in *compute* alone.
-    * Floating-point tensors among the model's inputs are cast to *compute*; the targets are not. Those among the model's outputs are cast
-      to *output* before the loss.
-    * What a microbatch adds to a parameter's gradient is cast to *reduce*, each use of the parameter by itself, and
-      summed over uses, microbatches and replicas in it. The sum is cast to *master* to be clipped and used.
-    * Buffers stay as they are; so do complex and integer tensors everywhere. (The running statistics of a batch norm must be of the compute
-      type: torch has no kernels for others.)
+    * The model's floating-point parameters are kept in *master*, in which the optimizer updates
+      them, and used in *compute*. Frozen ones are kept in *compute* alone.
+    * Floating-point tensors among the model's inputs are cast to *compute*; the targets are not.
+      Those among the model's outputs are cast to *output* before the loss.
+    * What a microbatch adds to a parameter's gradient is cast to *reduce*, each use of the
+      parameter by itself, and summed over uses, microbatches and replicas in it. The sum is cast to
+      *master* to be clipped and used.
+    * Buffers stay as they are; so do complex and integer tensors everywhere. (The running
+      statistics of a batch norm must be of the compute type: torch has no kernels for others.)
 
-    ``state_dict`` and checkpoints hold the master weights. *loss_scale* is for float16, whose range is too small for many gradients; it
-    is accepted with any type. Containers of outputs must be known to ``torch.utils._pytree`` (tuples, lists, dictionaries and the
-    outputs of Hugging Face models are).
+    ``state_dict`` and checkpoints hold the master weights. *loss_scale* is for float16, whose range
+    is too small for many gradients; it is accepted with any type. Containers of outputs must be
+    known to ``torch.utils._pytree`` (tuples, lists, dictionaries and the outputs of Hugging Face
+    models are).
 
-    Raises :class:`ConfigError` for a type that is not floating-point, a *master* or a *reduce* that cannot hold every number of *compute*,
-    and a *loss_scale* with sums in a type shorter than float32, in which the unscaled gradients would vanish after all.
+    Raises :class:`ConfigError` for a type that is not floating-point, a *master* or a *reduce* that
+    cannot hold every number of *compute*, and a *loss_scale* with sums in a type shorter than
+    float32, in which the unscaled gradients would vanish after all.
     """
 
     compute: torch.dtype = torch.bfloat16
@@ -164,8 +169,9 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def check_model(model: nn.Module, precision: Precision) -> None:
-    """Raise :class:`ConfigError` for a parameter that the master type cannot hold (nothing is narrowed silently), and for a batch norm whose
-    statistics, which stay as they are, torch's kernels do not take together with weights of the compute type.
+    """Raise :class:`ConfigError` for a parameter that the master type cannot hold (nothing is
+    narrowed silently), and for a batch norm whose statistics, which stay as they are, torch's
+    kernels do not take together with weights of the compute type.
     """
     for name, parameter in model.named_parameters():
         if is_cast(parameter) and not holds(precision.master, parameter.dtype):

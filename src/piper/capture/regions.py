@@ -39,7 +39,9 @@ Key: TypeAlias = tuple[RegionPath, Pass]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The result: ``keys`` of the nodes that belong to chunks, in graph order, and the ``sunk`` nodes."""
+    """The result: ``keys`` of the nodes that belong to chunks, in graph order, and the ``sunk``
+    nodes.
+    """
 
     keys: dict[Node, Key]
     sunk: frozenset[Node]
@@ -183,7 +185,9 @@ class _Regions:
         return self._region
 
     def _mirror(self) -> None:
-        """Backward nodes outside all regions follow the forward node whose gradient they compute."""
+        """Backward nodes outside all regions follow the forward node whose gradient they
+        compute.
+        """
         forward: dict[int, Node] = {}
         for node in self._nodes:
             number = sequence_number(node)
@@ -219,7 +223,8 @@ class _Regions:
     def _follow_consumers(self, unsettled: list[Node], group: set[Node]) -> bool:
         """Nodes whose consumers are all in one region, where the producers have had their say.
 
-        The sum of gradients that come from several regions belongs to the region that wants the sum.
+        The sum of gradients that come from several regions belongs to the region that wants the
+        sum.
         """
         ready = [
             n for n in unsettled if all(m in self._region for m in self._reads[n] if m in group)
@@ -260,8 +265,8 @@ class _Regions:
     def _choose(self, unsettled: list[Node], group: set[Node]) -> bool:
         """Settle one node whose neighbours disagree.
 
-        Of several producers, the one behind the most changes of region (it finishes last); of several
-        consumers, the one before the most.
+        Of several producers, the one behind the most changes of region (it finishes last); of
+        several consumers, the one before the most.
         """
         for node in unsettled:
             near = [m for m in self._reads[node] if m in group and m in self._region]
@@ -298,7 +303,9 @@ class _Regions:
 def _through(
     start: Iterable[Node], transparent: Container[Node], inside: Container[Node]
 ) -> list[Node]:
-    """The nodes of *inside* that are reached from *start*, passing through *transparent* nodes only."""
+    """The nodes of *inside* that are reached from *start*, passing through *transparent* nodes
+    only.
+    """
     found: dict[Node, None] = {}
     seen: set[Node] = set()
     stack = list(start)[::-1]

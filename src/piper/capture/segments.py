@@ -1,7 +1,7 @@
 """Cutting a dataflow graph into convex pieces of one colour. Free of torch.
 
-Items are numbered in topological order; each has a key (its colour). A chunk is a set of items of one
-key such that the chunk graph is acyclic: every path between two of its items stays inside it.
+Items are numbered in topological order; each has a key (its colour). A chunk is a set of items of
+one key such that the chunk graph is acyclic: every path between two of its items stays inside it.
 """
 
 import heapq
@@ -15,10 +15,10 @@ def segment(keys: Sequence[Hashable], producers: Sequence[Sequence[int]]) -> lis
 
     ``producers[i]`` lists the items (all below ``i``) that item ``i`` reads.
 
-    First cut: ``level = max(level of same-key producers, 1 + level of others)``, which never puts two items
-    of one key and level on both sides of another key. That splits off items that merely come early (a
-    mask computed from the batch, a saved value prepared for the backward), so pieces of one key are
-    then merged wherever no path between them leaves the key.
+    First cut: ``level = max(level of same-key producers, 1 + level of others)``, which never puts
+    two items of one key and level on both sides of another key. That splits off items that merely
+    come early (a mask computed from the batch, a saved value prepared for the backward), so pieces
+    of one key are then merged wherever no path between them leaves the key.
     """
     levels = _levels(keys, producers)
     graph = _Quotient(keys, _connected_pieces(keys, levels, producers), producers)
@@ -38,7 +38,9 @@ def _levels(keys: Sequence[Hashable], producers: Sequence[Sequence[int]]) -> lis
 def _connected_pieces(
     keys: Sequence[Hashable], levels: Sequence[int], producers: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Representative (the smallest item) of each item's piece: connected items of one key and level."""
+    """Representative (the smallest item) of each item's piece: connected items of one key and
+    level.
+    """
     parent = list(range(len(keys)))
 
     def find(item: int) -> int:
@@ -90,7 +92,9 @@ class _Quotient:
                     changed = True
 
     def numbered(self) -> list[int]:
-        """The chunk number of each item, in topological order, the earliest item first among equals."""
+        """The chunk number of each item, in topological order, the earliest item first among
+        equals.
+        """
         waiting = {piece: len(before) for piece, before in self._before.items()}
         ready = [piece for piece, count in waiting.items() if count == 0]
         heapq.heapify(ready)

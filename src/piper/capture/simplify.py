@@ -29,7 +29,9 @@ def simplify(graph: torch.fx.Graph) -> None:
 
 
 def _drop_unread(node: torch.fx.Node) -> None:
-    """The backward of batch norm in training takes the running statistics but does not read them."""
+    """The backward of batch norm in training takes the running statistics but does not read
+    them.
+    """
     if name(node) == "aten.native_batch_norm_backward.default" and node.args[7] is True:
         node.args = (*node.args[:3], None, None, *node.args[5:])
 

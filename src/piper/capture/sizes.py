@@ -1,4 +1,6 @@
-"""The symbolic batch size: its symbol, its expressions as data, the conditions on it. Uses private torch."""
+"""The symbolic batch size: its symbol, its expressions as data, the conditions on it. Uses private
+torch.
+"""
 
 from functools import lru_cache
 

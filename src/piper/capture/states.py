@@ -1,4 +1,6 @@
-"""The model's parameters and buffers, and stand-ins for them and for the batch. Uses private torch."""
+"""The model's parameters and buffers, and stand-ins for them and for the batch. Uses private
+torch.
+"""
 # ruff: noqa: SLF001 (private state of modules and tensors has no public accessor)
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,9 @@ CAPTURE_DEVICE = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class TensorState:
-    """A parameter or buffer of the model: shape, type and every name under which it is registered."""
+    """A parameter or buffer of the model: shape, type and every name under which it is
+    registered.
+    """
 
     tensor: torch.Tensor
     names: tuple[str, ...]
@@ -105,8 +109,8 @@ def _refuse_shared_memory(states: Sequence[tuple[torch.Tensor, tuple[str, ...]]]
 def fake_model(
     model: nn.Module, fake: FakeTensorMode, *, grad: bool, compute: torch.dtype | None = None
 ) -> Iterator[None]:
-    """Give *model* stand-ins for its parameters and buffers; afterwards restore everything. Those for floating-point parameters are
-    of type *compute*, if given.
+    """Give *model* stand-ins for its parameters and buffers; afterwards restore everything. Those
+    for floating-point parameters are of type *compute*, if given.
 
     Whatever the forward assigns to attributes of a module during the capture is undone too.
     """
@@ -149,7 +153,9 @@ class _Attributes:
 
 
 class _StandIns:
-    """One stand-in per tensor, of the same shape and strides; of the same type, but for floating-point parameters if *compute* is given."""
+    """One stand-in per tensor, of the same shape and strides; of the same type, but for
+    floating-point parameters if *compute* is given.
+    """
 
     def __init__(self, fake: FakeTensorMode, *, trained: bool, compute: torch.dtype | None) -> None:
         self._fake = fake

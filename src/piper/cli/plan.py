@@ -29,10 +29,11 @@ from piper.plan.text import overlap_text, plan_text
 from piper.planner.budget import to_bytes
 from piper.planner.estimate import Rates, node_seconds
 from piper.runtime.batch import Batch
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 from piper.simulate.playback import Durations, Track, play
-from piper.training.config import OptimizerSection, RunConfig, SGDSection, load_config
+from piper.training.config import RunConfig, load_config
 from piper.training.model import make_model, make_skeleton
+from piper.training.sections import OptimizerSection, SGDSection
 from piper.visualize.terminal import Box, DeviceRow, draw
 
 UNITS = {

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from piper.cli.plan import make_program
 from piper.devices.links import LinkTimes, between_processes, between_threads
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.profiling import measure_profile
-from piper.runtime.state import OptimizerSpec
 from piper.training.config import load_config
 from piper.training.model import make_skeleton
 

@@ -20,9 +20,10 @@ from rich.progress import (
 from rich.text import Text
 
 from piper.training.config import RunConfig, load_config
+from piper.training.curves import Curve, loss_curves
 from piper.training.loop import Ending, Outcome
 from piper.training.loop import train as run
-from piper.training.metrics import Curve, HeldOutRecord, loss_curves
+from piper.training.metrics import HeldOutRecord
 
 LAST_STEPS = 20
 """The training loss in the summary is the mean over this many last steps: one batch's is noisy."""

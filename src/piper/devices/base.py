@@ -32,8 +32,8 @@ class TorchDevice(Device, Protocol):
         """The point in time at which the current stream gets here."""
 
     def seconds(self, mark: object) -> float:
-        """What the host's ``time.perf_counter()`` was at *mark*, which was taken since :meth:`start_clock` and has been
-        synchronized with.
+        """What the host's ``time.perf_counter()`` was at *mark*, which was taken since
+        :meth:`start_clock` and has been synchronized with.
         """
 
 

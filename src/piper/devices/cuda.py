@@ -17,7 +17,9 @@ from piper.ops.base import Handle, Tensor
 
 @dataclass(frozen=True, slots=True)
 class PinnedTensor:
-    """A tensor's copy in pinned host memory: the memory that the tensor was in, and how it lay there. Not yet run on a GPU."""
+    """A tensor's copy in pinned host memory: the memory that the tensor was in, and how it lay
+    there. Not yet run on a GPU.
+    """
 
     memory: torch.Tensor  # bytes
     dtype: torch.dtype
@@ -69,8 +71,9 @@ class CudaDevice(TensorOperations):
     def to_host(
         self, tensors: Sequence[Tensor], stream: Stream
     ) -> tuple[Sequence[PinnedTensor], Handle]:
-        """See :class:`~piper.ops.base.Device`. On the current CUDA stream, which is that of *stream*; torch gives pinned memory to
-        nobody else before the copies that use it are complete. Not yet run on a GPU.
+        """See :class:`~piper.ops.base.Device`. On the current CUDA stream, which is that of
+        *stream*; torch gives pinned memory to nobody else before the copies that use it are
+        complete. Not yet run on a GPU.
         """
         del stream
         memories: dict[int, torch.Tensor] = {}

@@ -1,6 +1,6 @@
-"""Host memory for what a CPU device puts aside: a file that is mapped into memory, so that the operating system may write it to disk
-and what the device itself uses can be told apart from it; and threads that copy there and back, one per stream, while the
-device computes.
+"""Host memory for what a CPU device puts aside: a file that is mapped into memory, so that the
+operating system may write it to disk and what the device itself uses can be told apart from it; and
+threads that copy there and back, one per stream, while the device computes.
 """
 
 import mmap
@@ -69,8 +69,8 @@ def as_host(tensor: Tensor) -> HostTensor:
 class HostPool:
     """Memory in one temporary file of this process.
 
-    The file has no name: nothing is left of it when the process ends, however it ends. It grows to the most that was ever
-    used at once. ``live`` are the bytes that regions hold.
+    The file has no name: nothing is left of it when the process ends, however it ends. It grows to
+    the most that was ever used at once. ``live`` are the bytes that regions hold.
     """
 
     def __init__(self) -> None:
@@ -146,8 +146,8 @@ Job = Callable[[], None]
 
 
 class CopyThreads:
-    """A thread per stream, which copies in the order in which it was asked to. Threads start with the first copy of a step, and end with
-    the step.
+    """A thread per stream, which copies in the order in which it was asked to. Threads start with
+    the first copy of a step, and end with the step.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,9 @@ class CopyThreads:
     def submit(
         self, stream: Stream, pairs: Sequence[tuple[Bytes, Bytes]], regions: Iterable[Region]
     ) -> CopyHandle:
-        """Copy, for each pair, the second to the first; both, and *regions*, are kept until that is done."""
+        """Copy, for each pair, the second to the first; both, and *regions*, are kept until that is
+        done.
+        """
         handle = CopyHandle()
         self._queue(stream).put((partial(_copy, pairs, tuple(regions)), handle))
         return handle
@@ -190,7 +192,8 @@ def _serve(waiting: "queue.SimpleQueue[tuple[Job, CopyHandle] | None]") -> None:
             job()
         except Exception as raised:  # noqa: BLE001 (the device's thread raises it)
             error = raised
-        # What was copied is given up before anyone hears of it: what is alive does not depend on timing.
+        # What was copied is given up before anyone hears of it: what is alive does not depend on
+        # timing.
         del job
         handle.finish(error)
         del handle

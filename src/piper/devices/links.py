@@ -1,4 +1,5 @@
-"""How fast messages travel between two workers of this machine: a round trip between this process and another one, or two threads.
+"""How fast messages travel between two workers of this machine: a round trip between this process
+and another one, or two threads.
 
 ``python -m piper.devices.links PORT`` is the other process.
 """
@@ -31,7 +32,9 @@ _LIMIT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """Seconds of the quickest of several messages, by size: until it is issued, and from then until it is there."""
+    """Seconds of the quickest of several messages, by size: until it is issued, and from then until
+    it is there.
+    """
 
     issue: dict[int, float]
     travel: dict[int, float]
@@ -48,7 +51,9 @@ class LinkTimes:
 
 
 def between_processes() -> LinkTimes:
-    """Over gloo and the loopback device, as the ray backend's workers on one machine. Raises :class:`RunError` if the other process fails."""
+    """Over gloo and the loopback device, as the ray backend's workers on one machine. Raises
+    :class:`RunError` if the other process fails.
+    """
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=_limit())
     command = [sys.executable, "-m", "piper.devices.links", str(store.port)]
     with subprocess.Popen(command) as peer:  # noqa: S603 (ourselves)
@@ -73,7 +78,9 @@ def between_threads() -> LinkTimes:
 
 
 def measure_link(communicator: Communicator, rounds: int = ROUNDS) -> LinkTimes:
-    """The times of messages to the other of *communicator*'s two members, which is to :func:`answer_link`."""
+    """The times of messages to the other of *communicator*'s two members, which is to
+    :func:`answer_link`.
+    """
     peer = 1 - communicator.rank
     issue: dict[int, float] = {}
     travel: dict[int, float] = {}

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from piper.devices.tensors import as_torch, torch_dtype
+from piper.devices.tensors import as_torch, dtype_name, torch_dtype
 from piper.errors import AbortedError, CommunicationError
 from piper.ids import DeviceId
 from piper.ops.base import CommunicatorId, Message, ReduceOp, Tensor
@@ -343,4 +343,4 @@ def _max_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"

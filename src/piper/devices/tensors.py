@@ -195,6 +195,11 @@ def as_torch(tensor: Tensor) -> torch.Tensor:
     return tensor
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of an element type in plans and files: torch's own, ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The element type that a plan names.
 

@@ -1,4 +1,6 @@
-"""Directives: one file per kind of rewrite. Importing this package registers every file of the folder."""
+"""Directives: one file per kind of rewrite. Importing this package registers every file of the
+folder.
+"""
 
 import importlib
 import pkgutil

@@ -22,23 +22,37 @@ class Directive(
 ):
     """One rewrite. Subclasses live in one file each; their fields are their JSON form.
 
-    Directives of a strategy are applied in program order. ``number`` is a directive's place in it, counted from 0.
+    Directives of a strategy are applied in program order. ``number`` is a directive's place in it,
+    counted from 0.
     """
 
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
-        """The rewritten DAG; only core nodes change, derived nodes are remade by the caller. *selector* finds *dag*'s nodes."""
+        """The rewritten DAG; only core nodes change, derived nodes are remade by the caller.
+        *selector* finds *dag*'s nodes.
+        """
         raise NotImplementedError
 
     @classmethod
     def check_together(cls, dag: Dag, given: "Sequence[tuple[int, Directive]]") -> None:
-        """Raise if *given*, all directives of this kind in a strategy with their numbers, cannot be meant so together. *dag* is
-        what the whole strategy made.
+        """Raise if *given*, all directives of this kind in a strategy with their numbers, cannot be
+        meant so together. *dag* is what the whole strategy made.
         """
 
     def describe(self) -> str:
         """The directive as a user would write it, shortened to one line."""
-        text = repr(self)
+        first, *options = msgspec.structs.fields(self)
+        arguments = [repr(getattr(self, first.name))]
+        for field in options:
+            value = getattr(self, field.name)
+            if field.required or value != _default(field):
+                arguments.append(f"{field.name}={value!r}")
+        text = f"{type(self).__name__}({', '.join(arguments)})"
         return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    make = field.default_factory
+    return field.default if make is msgspec.NODEFAULT else make()
 
 
 DIRECTIVES: Registry[type[Directive]] = Registry("directive", StrategyFileError)
@@ -55,7 +69,8 @@ def directive(cls: D) -> D:
 def matching_chunks(dag: Dag, selector: Selector, filter_: Filter) -> list[Chunk]:
     """The core chunks that *filter_* matches, for a directive that changes them.
 
-    Raises :class:`DirectiveError` for a filter that names communication or updates: these follow from the chunks.
+    Raises :class:`DirectiveError` for a filter that names communication or updates: these follow
+    from the chunks.
     """
     chunks: list[Chunk] = []
     for node in selector.find(filter_):

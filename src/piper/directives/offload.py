@@ -14,17 +14,19 @@ from piper.ir.select import FilterValue, Selector
 
 @directive
 class Offload(Directive, frozen=True):
-    """What the forward of each matched region saves for its backward is copied to host memory when the forward is done with it, given up on
-    the device, and copied back before the backward.
+    """What the forward of each matched region saves for its backward is copied to host memory when
+    the forward is done with it, given up on the device, and copied back before the backward.
 
-    That is what the region's forward makes, and what came from other regions and only backwards still need.
-    Parameters, batch inputs, views of them, and what the backward of a region that is not offloaded reads too stay on the device: moving
-    them would free nothing. Tensors that share memory are moved once. No number changes.
+    That is what the region's forward makes, and what came from other regions and only backwards
+    still need. Parameters, batch inputs, views of them, and what the backward of a region that is
+    not offloaded reads too stay on the device: moving them would free nothing. Tensors that share
+    memory are moved once. No number changes.
 
-    Matching some chunks of a region (one pass) matches the region. The copies run on streams ``{stream}:out`` and ``{stream}:in``, beside
-    compute; they are communication named ``offload`` and ``fetch``, so an ``Order`` may speak of them: ``{"COMM": "fetch", "MB": 1}``.
-    The planner fetches early, within its ``fetch_bytes``. With ``Recompute`` of the same region, before or after, what that still
-    keeps is moved.
+    Matching some chunks of a region (one pass) matches the region. The copies run on streams
+    ``{stream}:out`` and ``{stream}:in``, beside compute; they are communication named ``offload``
+    and ``fetch``, so an ``Order`` may speak of them: ``{"COMM": "fetch", "MB": 1}``. The planner
+    fetches early, within its ``fetch_bytes``. With ``Recompute`` of the same region, before or
+    after, what that still keeps is moved.
 
     Before ``Offload({"PP": 0})``, a being what the forward saves::
 
@@ -34,7 +36,8 @@ class Offload(Directive, frozen=True):
 
         F PP=0 ──a──▶ offload ──a'──▶ fetch ──a──▶ B PP=0
 
-    Raises :class:`DirectiveError` for a region that is offloaded already, or if the matched regions save nothing that could be moved.
+    Raises :class:`DirectiveError` for a region that is offloaded already, or if the matched regions
+    save nothing that could be moved.
     """
 
     filter: dict[str, FilterValue]

@@ -1,9 +1,9 @@
 """Strategy files of the published system: the forms that it accepts besides our own.
 
-Frisella et al., *Piper: A Programmable Distributed Training System*, 2026 (arXiv 2606.11169). Its files
-are lists of objects as ours. Early ones write a filter as a list of pairs, ``[["PP", 0], ["MB", 1]]``, and
-an order's group of one filter without the brackets of the group; indices may be strings of digits;
-``device`` may stand for ``devices``.
+Frisella et al., *Piper: A Programmable Distributed Training System*, 2026 (arXiv 2606.11169). Its
+files are lists of objects as ours. Early ones write a filter as a list of pairs, ``[["PP", 0],
+["MB", 1]]``, and an order's group of one filter without the brackets of the group; indices may be
+strings of digits; ``device`` may stand for ``devices``.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,9 @@ _PASSES = [*(p.value for p in Pass), ANY, None]
 def in_our_form(directive: Mapping[str, object], where: str) -> dict[str, object]:
     """*directive*, one object of a strategy file, with every filter as an object.
 
-    *where* is its place in the file. Raises :class:`StrategyFileError` for an order's group that is no list,
-    a tag that a filter names twice, and an unknown pass; all else is left for the caller to check.
+    *where* is its place in the file. Raises :class:`StrategyFileError` for an order's group that is
+    no list, a tag that a filter names twice, and an unknown pass; all else is left for the caller
+    to check.
     """
     ours = dict(directive)
     if "device" in ours and "devices" not in ours:

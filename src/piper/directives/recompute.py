@@ -27,17 +27,19 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 @directive
 class Recompute(Directive, frozen=True):
-    """The backward of each matched region computes its forward again, from what the forward read, instead of keeping
-    what the forward made for it.
+    """The backward of each matched region computes its forward again, from what the forward read,
+    instead of keeping what the forward made for it.
 
-    ``save`` lists operators whose results are kept all the same, by their names in ATen (``"mm"`` for
-    ``aten.mm.default``); the rest is recomputed from these and from what the forward read. ``"matmul"`` stands for all matrix products,
-    ``"scaled_dot_product_attention"`` for whichever fused kernel was captured.
+    ``save`` lists operators whose results are kept all the same, by their names in ATen (``"mm"``
+    for ``aten.mm.default``); the rest is recomputed from these and from what the forward read.
+    ``"matmul"`` stands for all matrix products, ``"scaled_dot_product_attention"`` for whichever
+    fused kernel was captured.
 
-    A region of several chunks recomputes each from what that chunk read; so nested regions recompute each on its own, and what
-    passes between them is kept. Matching some chunks of a region (one pass) matches the region. Random numbers
-    are bitwise those of the forward; buffers that it wrote are not written again, and read as they were before. A parameter that is
-    sharded is gathered for the recomputation.
+    A region of several chunks recomputes each from what that chunk read; so nested regions
+    recompute each on its own, and what passes between them is kept. Matching some chunks of a
+    region (one pass) matches the region. Random numbers are bitwise those of the forward; buffers
+    that it wrote are not written again, and read as they were before. A parameter that is sharded
+    is gathered for the recomputation.
 
     Before ``Recompute({"PP": 0})``, a and b being what the forward saves::
 
@@ -49,7 +51,8 @@ class Recompute(Directive, frozen=True):
         x, W ──▶ F PP=0 ──h──▶ F PP=1
         x, W ──▶ F' + B PP=0 ──dW──▶ sum
 
-    Raises :class:`DirectiveError` for a region that is recomputed already, or a name in ``save`` that no matched forward calls.
+    Raises :class:`DirectiveError` for a region that is recomputed already, or a name in ``save``
+    that no matched forward calls.
     """
 
     filter: dict[str, FilterValue]

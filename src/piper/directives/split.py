@@ -9,10 +9,11 @@ from piper.ir.select import COMM, PASS, FilterValue, Selector
 
 @directive
 class Split(Directive, frozen=True):
-    """``num_microbatches`` copies of the matched nodes, each on its part of the batch; gradients are accumulated.
+    """``num_microbatches`` copies of the matched nodes, each on its part of the batch; gradients
+    are accumulated.
 
-    ``dim_name`` becomes a tag of the copies. ``Split`` and ``Replicate`` commute: microbatch m of replica r is number
-    r·M + m of the global batch. The filter must match every chunk.
+    ``dim_name`` becomes a tag of the copies. ``Split`` and ``Replicate`` commute: microbatch m of
+    replica r is number r·M + m of the global batch. The filter must match every chunk.
 
     Before ``Split({}, num_microbatches=2)``::
 

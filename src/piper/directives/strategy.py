@@ -23,8 +23,8 @@ Strategy: TypeAlias = Sequence[Directive]
 def apply(dag: Dag, strategy: Strategy) -> Dag:
     """*dag* rewritten by each directive in program order; invariants are checked after each.
 
-    Neighbouring directives of one kind (a whole placement, a whole schedule) count as one. An error names the
-    directive that caused it and is of the class that its ``apply`` documents.
+    Neighbouring directives of one kind (a whole placement, a whole schedule) count as one. An error
+    names the directive that caused it and is of the class that its ``apply`` documents.
     """
     start = len(dag.directives)
     dag = replace(dag, directives=(*dag.directives, *(d.describe() for d in strategy)))
@@ -67,10 +67,11 @@ def dump_strategy(strategy: Strategy, path: str | Path) -> None:
 
 
 def load_strategy(path: str | Path) -> list[Directive]:
-    """Read a strategy file: ours, or one of the system that the paper published (:mod:`piper.directives.published`).
+    """Read a strategy file: ours, or one of the system that the paper published
+    (:mod:`piper.directives.published`).
 
-    Raises :class:`StrategyFileError` with the path inside the file for a malformed file, an unknown directive, field or
-    pass. Whether a tag exists depends on the model: :func:`apply` says.
+    Raises :class:`StrategyFileError` with the path inside the file for a malformed file, an unknown
+    directive, field or pass. Whether a tag exists depends on the model: :func:`apply` says.
     """
     try:
         text = Path(path).read_bytes()

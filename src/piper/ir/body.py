@@ -1,8 +1,9 @@
 """The body of a chunk: straight-line tensor code as data, free of torch.
 
 A body is a list of calls of ATen operators. Names are local and positional: reference ``i`` below
-``len(inputs)`` is input ``i``, reference ``len(inputs) + k`` is the result of call ``k``. So the same
-layer, wherever it stands in a model and however often, has one body, found by its content hash.
+``len(inputs)`` is input ``i``, reference ``len(inputs) + k`` is the result of call ``k``. So the
+same layer, wherever it stands in a model and however often, has one body, found by its content
+hash.
 
 Bodies are pure: no call mutates an input, no call reads global state. Random calls name an ``rng``
 slot; the chunk that uses the body says which random stream fills the slot.
@@ -18,6 +19,9 @@ import msgspec
 from piper.dtypes import DType
 from piper.ids import BodyId
 from piper.ir.symbols import Dim, Expr, bind
+
+GETITEM = "operator.getitem"
+"""The call that picks one result of a call that has several."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensor"):
@@ -57,8 +61,9 @@ class Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ref"):
 class Const(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="const"):
     """A constant that JSON has no word for.
 
-    ``kind`` is ``dtype`` (text a :class:`DType`), ``device`` (text ``here``: the device that runs the
-    body), ``layout``, ``memory_format``, ``float`` (text ``inf``, ``-inf`` or ``nan``) or ``complex``.
+    ``kind`` is ``dtype`` (text a :class:`DType`), ``device`` (text ``here``: the device that runs
+    the body), ``layout``, ``memory_format``, ``float`` (text ``inf``, ``-inf`` or ``nan``) or
+    ``complex``.
     """
 
     kind: str
@@ -84,9 +89,10 @@ Arg: TypeAlias = Ref | Expr | Const | Literal | Sequence | bool | int | float | 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One operator call.
 
-    ``target`` is an ATen overload such as ``aten.mm.default``, or ``operator.getitem`` which picks one
-    result of a multi-result call. ``results`` has the spec of each result (``None`` for a result that is
-    not a tensor). ``rng`` is the slot of the random stream that a random call draws from.
+    ``target`` is an ATen overload such as ``aten.mm.default``, or ``operator.getitem``, which picks
+    one result of a multi-result call. ``results`` has the spec of each result (``None`` for a
+    result that is not a tensor). ``rng`` is the slot of the random stream that a random call draws
+    from.
     """
 
     target: str
@@ -104,22 +110,11 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs: tuple[int, ...]
     num_rngs: int = 0
 
-    def output_specs(self) -> tuple[TensorSpec, ...]:
-        """Spec of each output."""
-        specs: list[TensorSpec] = []
-        for ref in self.outputs:
-            spec = self.inputs[ref] if ref < len(self.inputs) else self._result(ref)
-            specs.append(spec)
-        return tuple(specs)
-
-    def _result(self, ref: int) -> TensorSpec:
-        (spec,) = self.calls[ref - len(self.inputs)].results
-        assert spec is not None, f"output {ref} is not a tensor"
-        return spec
-
 
 def body_id(body: Body) -> BodyId:
-    """Content hash of a body: of what is written, so that ``1`` and ``1.0``, equal in Python, differ."""
+    """Content hash of a body: of what is written, so that ``1`` and ``1.0``, equal in Python,
+    differ.
+    """
     return BodyId(hashlib.blake2b(msgspec.json.encode(body), digest_size=12).hexdigest())
 
 

@@ -10,10 +10,11 @@ from piper.ops.reduce_scatter import ReduceScatter
 
 
 def check_dag(dag: Dag) -> None:
-    """Raise :class:`OrderError` for a cycle (with a table of it), :class:`DirectiveError` for any other violation.
+    """Raise :class:`OrderError` for a cycle (with a table of it), :class:`DirectiveError` for any
+    other violation.
 
-    Acyclic; one producer per value; every gradient contribution reaches exactly one sum; no data edge crosses device
-    groups without a communication node.
+    Acyclic; one producer per value; every gradient contribution reaches exactly one sum; no data
+    edge crosses device groups without a communication node.
     """
     _check_producers(dag)
     _check_contributions(dag)

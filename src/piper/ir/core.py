@@ -13,8 +13,8 @@ from piper.ops.p2p import Transfer
 
 
 def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
-    """The core chunks, each reading the values that its producers made, or parameters, and not transferred, exchanged,
-    gathered or fetched copies of them.
+    """The core chunks, each reading the values that its producers made, or parameters, and not
+    transferred, exchanged, gathered or fetched copies of them.
     """
     origin: dict[ValueId, ValueId] = {}
     parameters = {v.name: v.id for v in dag.values.values() if v.role is Role.PARAMETER}
@@ -27,11 +27,6 @@ def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
             origin[node.outputs[-1]] = node.inputs[0]
         elif isinstance(node.work, AllGather):
             origin.update({v: parameters[dag.values[v].name] for v in node.outputs})
-    for value, source in origin.items():  # a value may have travelled through several nodes
-        first = source
-        while first in origin:
-            first = origin[first]
-        origin[value] = first
     chunks: dict[NodeId, Chunk] = {}
     for chunk in dag.chunks():
         if chunk.derived:
@@ -43,7 +38,7 @@ def core_chunks(dag: Dag) -> dict[NodeId, Chunk]:
 
 
 def _first(origin: Mapping[ValueId, ValueId], value: ValueId) -> ValueId:
-    """What *value* is a copy of a copy … of."""
+    """What *value* is a copy of; it may have travelled through several nodes."""
     while value in origin:
         value = origin[value]
     return value

@@ -334,17 +334,32 @@ class SplitDim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Dag:
     """One training step. Every field is immutable by convention; change it through ``piper.ir.edit``.
 
-    ``batch_symbol`` names the symbol of the microbatch size (``None`` when captured at exactly
-    ``captured_size`` rows); ``guards`` are conditions over it under which the capture holds; ``batch_size`` is the rows
-    of the global batch. ``losses`` (and ``weights``, for a weighted loss) list one value per microbatch.
-    ``contributions`` lists, per parameter, the gradient contributions of all core chunks. ``buffer_updates``
-    gives the final value of each buffer that the forward writes. ``overlaps`` are the groups of chunks that an order wants interleaved. ``shards`` lists, for each sharded parameter, the device groups of which
-    member i holds slice i; ``expert_groups``, for each parameter of a sharded expert region, those of which member i holds the i-th part of the
-    experts (of which ``shards`` then has the slices). ``clip`` and ``gradient_use`` say what is done with the gradients. ``directives`` is the history, as text.
-    ``precision`` says in which types is computed, summed and updated, where these differ from the model's. A parameter that is not updated in the
-    type in which it is read has a *master copy*, of role SHARD: a slice, or where the parameter is not sharded all of it, in
-    a group of one device. ``loss_scaled``: every seed is multiplied by the step's SCALE, gradients are divided by it, and nothing is
-    updated unless their norm is finite.
+    Attributes:
+        nodes, values, bodies: what there is, by id.
+        parameters, buffers: the model's state, by first name.
+        batch: the tensors of the batch.
+        batch_size: rows of the global batch.
+        batch_symbol: the symbol of the microbatch size; ``None`` when captured at exactly
+            ``captured_size`` rows.
+        guards: conditions over the symbol under which the capture holds.
+        losses, weights: one value per microbatch; weights only of a weighted loss.
+        contributions: per parameter, the gradient contributions of all core chunks.
+        buffer_updates: the final value of each buffer that the forward writes.
+        order: edges that directives added.
+        overlaps: groups of chunks that an order wants interleaved.
+        splits: the dimensions of microbatches, outermost first.
+        replications, shardings: what chunks refer to by index.
+        shards: per sharded parameter, the device groups of which member i holds slice i.
+        expert_groups: per parameter of a sharded expert region, the device groups of which member i
+            holds the i-th part of the experts, of which ``shards`` then has the slices.
+        directives: the history, as text.
+        clip, gradient_use: what is done with the gradients.
+        precision: in which types is computed, summed and updated, where these differ from the
+            model's. A parameter that is updated in another type than it is read in has a *master
+            copy*, of role SHARD: a slice, or, where the parameter is not sharded, all of it in a
+            group of one device.
+        loss_scaled: every seed is multiplied by the step's SCALE, gradients are divided by it, and
+            nothing is updated unless their norm is finite.
     """
 
     nodes: Mapping[NodeId, Node]

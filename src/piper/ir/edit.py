@@ -1,7 +1,7 @@
 """Changes of a training DAG: the only way to make a new one from an old one.
 
-Each function returns an :class:`Edit`: the new DAG and the map from old nodes to the new ones that stand for
-them. Derived nodes are left as they are; ``piper.ir.derive.derive`` remakes them.
+Each function returns an :class:`Edit`: the new DAG and the map from old nodes to the new ones that
+stand for them. Derived nodes are left as they are; ``piper.ir.derive.derive`` remakes them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,8 +33,8 @@ from piper.ops.compute import Call
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The result of a change. ``remap`` has an entry for each old node that was replaced by others; a node without
-    an entry is unchanged in identity.
+    """The result of a change. ``remap`` has an entry for each old node that was replaced by others;
+    a node without an entry is unchanged in identity.
     """
 
     dag: Dag
@@ -56,7 +56,9 @@ def add_replication(dag: Dag, replication: Replication, changed: Mapping[NodeId,
 def use_gradients(
     dag: Dag, use: GradientUse, clip: Clip | None, *, loss_scaled: bool = False
 ) -> Edit:
-    """Say what becomes of the gradients; no core node changes. Where the loss is scaled their norm must be asked for."""
+    """Say what becomes of the gradients; no core node changes. Where the loss is scaled their norm
+    must be asked for.
+    """
     assert clip is not None or not loss_scaled, "whether gradients are finite is seen by their norm"
     return Edit(replace(dag, gradient_use=use, clip=clip, loss_scaled=loss_scaled), {})
 
@@ -68,7 +70,9 @@ def add_sharding(
     values: Mapping[ValueId, Value],
     bodies: Mapping[BodyId, Body],
 ) -> Edit:
-    """Record a sharding and exchange the chunks that it claims, and values that it changes; *bodies* are the new chunks'."""
+    """Record a sharding and exchange the chunks that it claims, and values that it changes;
+    *bodies* are the new chunks'.
+    """
     nodes: dict[NodeId, Node] = {**dag.nodes, **changed}
     used = {node.work.body for node in nodes.values() if isinstance(node.work, Call)}
     sharded = replace(
@@ -101,11 +105,11 @@ def ordered_by_user(dag: Dag) -> frozenset[NodeId]:
 def split_nodes(dag: Dag, dim: str, count: int) -> Edit:
     """*count* copies of every core chunk and of the values that they make.
 
-    Batch inputs are divided; parameters and seeds are shared; a buffer that the forward writes passes from each copy to the
-    next. Derived nodes are dropped (they follow from the core).
+    Batch inputs are divided; parameters and seeds are shared; a buffer that the forward writes
+    passes from each copy to the next. Derived nodes are dropped (they follow from the core).
 
-    Raises :class:`SplitError` for a second split of a model whose forward writes buffers, :class:`DirectiveError` if an order
-    names derived nodes.
+    Raises :class:`SplitError` for a second split of a model whose forward writes buffers,
+    :class:`DirectiveError` if an order names derived nodes.
     """
     return _Splitter(dag, dim, count).split()
 

@@ -24,7 +24,9 @@ from piper.ir.body import Body, TensorSpec, body_id
 from piper.ir.check import topological_order
 from piper.ir.core import core_chunks
 from piper.ir.dag import Chunk, Dag, DeviceGroup, ExpertLayout, LayoutKind, Role, Tags, Value
-from piper.ir.label_rules import GROUPED, Region, follow_body
+from piper.ir.label_rules import follow_body
+from piper.ir.label_rules.operation import Region
+from piper.ir.label_rules.products import GROUPED
 from piper.ir.labels import Axis, Factor, Label, Scale, Size, Sizes
 from piper.ir.symbols import Dim, Expr
 from piper.ops.compute import Call

@@ -1,10 +1,12 @@
-"""The code of a backward, cut into two: what its *results* depend on (gradients that other chunks read), and the rest, which makes
-*contributions* (gradients of parameters).
+"""The code of a backward, cut into two: what its *results* depend on (gradients that other chunks
+read), and the rest, which makes *contributions* (gradients of parameters).
 
-What both need is made by the first half and passed on, except for what costs nothing to make again: views, constants, and casts
-of what the second half holds anyway. A call that makes both kinds of gradient becomes two where it has a mask of the results that
-are wanted (:data:`MASKED`); the second one is then given empty tensors in place of those of which it reads only the shape, so
-that it need not hold a parameter. Any other such call stays whole in the first half, which passes its results on.
+What both need is made by the first half and passed on, except for what costs nothing to make again:
+views, constants, and casts of what the second half holds anyway. A call that makes both kinds of
+gradient becomes two where it has a mask of the results that are wanted (:data:`MASKED`); the second
+one is then given empty tensors in place of those of which it reads only the shape, so that it need
+not hold a parameter. Any other such call stays whole in the first half, which passes its results
+on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,17 +17,8 @@ from msgspec.structs import replace as replace_struct
 
 from piper.errors import DirectiveError
 from piper.ir import body as ir
-from piper.ir.body import Arg, Body, Const, Ref, TensorSpec, call_refs
-from piper.ir.parts import (
-    GETITEM,
-    Local,
-    Part,
-    Reference,
-    assemble,
-    renamed,
-    slice_calls,
-    spec_of,
-)
+from piper.ir.body import GETITEM, Arg, Body, Const, Ref, TensorSpec, call_refs
+from piper.ir.parts import Local, Part, Reference, assemble, renamed, slice_calls, spec_of
 from piper.ir.views import PARTS, is_view
 
 Position: TypeAlias = int
@@ -38,7 +31,8 @@ CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"
 class Masked:
     """An operator of which argument ``mask`` says which results are wanted.
 
-    Of the arguments ``shapes`` no result but the first reads more than shape and element type; the first reads all but ``unread``.
+    Of the arguments ``shapes`` no result but the first reads more than shape and element type; the
+    first reads all but ``unread``.
     """
 
     mask: int
@@ -61,7 +55,9 @@ MASKED: Mapping[str, Masked] = {
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """One half: its body, the locals that fill the body's inputs, the whole backward's random slots that fill its own."""
+    """One half: its body, the locals that fill the body's inputs, the whole backward's random slots
+    that fill its own.
+    """
 
     body: Body
     inputs: tuple[Local, ...]
@@ -72,9 +68,10 @@ class Half:
 class Halves:
     """Both halves of a backward whose inputs are the locals 0, 1, ….
 
-    ``first`` makes the whole's results, then those of ``passed`` (with their specs) that are not among them; ``results`` are
-    the results' locals. Inputs that nothing reads belong to ``first``. ``second`` makes the contributions.
-    ``tied`` names the operators that make both a result and a contribution and cannot be split.
+    ``first`` makes the whole's results, then those of ``passed`` (with their specs) that are not
+    among them; ``results`` are the results' locals. Inputs that nothing reads belong to ``first``.
+    ``second`` makes the contributions. ``tied`` names the operators that make both a result and a
+    contribution and cannot be split.
     """
 
     first: Half
@@ -90,7 +87,8 @@ class Halves:
 
 
 def halve(body: Body, contributed: Sequence[bool], bindings: Mapping[str, int]) -> Halves:
-    """Cut *body*; ``contributed[i]`` says whether output i is a contribution. Some are, some are not.
+    """Cut *body*; ``contributed[i]`` says whether output i is a contribution. Some are, some are
+    not.
 
     *bindings* are typical sizes of the symbols, to weigh what to pass.
     """
@@ -122,8 +120,8 @@ def _outputs(
 
 
 class _Cut:
-    """Assigns the calls of *body* to the halves. ``first`` are calls that results depend on; ``copies`` are copies of small views of
-    what these make, by view.
+    """Assigns the calls of *body* to the halves. ``first`` are calls that results depend on;
+    ``copies`` are copies of small views of what these make, by view.
     """
 
     def __init__(
@@ -247,7 +245,9 @@ def _is_cheap_target(target: str) -> bool:
 
 
 def _split_masked(body: Body, contributed: Sequence[bool]) -> Body:
-    """*body* with two calls in place of each masked one that makes both results and what only contributions need."""
+    """*body* with two calls in place of each masked one that makes both results and what only
+    contributions need.
+    """
     results, _ = _outputs(body, contributed)
     first = set(slice_calls(body, results, ())[0])
     needed = slice_calls(body, body.outputs, ())[0]
@@ -304,7 +304,9 @@ def _rest_of(
     refs: Mapping[Reference, Reference],
     start: Reference,
 ) -> list[ir.Call]:
-    """The calls for the results *wanted*: empty tensors, then the call itself. The first of them has the reference *start*."""
+    """The calls for the results *wanted*: empty tensors, then the call itself. The first of them
+    has the reference *start*.
+    """
     rule = MASKED[call.target]
     args = list(renamed(call, refs, None).args)
     like = args[0]
@@ -333,7 +335,9 @@ def _masked(call: ir.Call, rule: Masked, wanted: set[int]) -> ir.Call:
 
 
 def _copies(cut: _Cut, bindings: Mapping[str, int]) -> list[Reference]:
-    """Views that the first half had better copy for the second, which would otherwise hold more than it reads."""
+    """Views that the first half had better copy for the second, which would otherwise hold more
+    than it reads.
+    """
     body = cut.body
     uses: dict[Reference, list[Position]] = {}
     for position in sorted(cut.second):

@@ -9,10 +9,12 @@ from piper.ir.split_backward import halves_of
 
 
 def overlapping(dag: Dag, members: Sequence[Sequence[NodeId]]) -> Iterator[tuple[NodeId, ...]]:
-    """The chunks of *members* that share devices with chunks of another member, one tuple for each group of devices.
+    """The chunks of *members* that share devices with chunks of another member, one tuple for each
+    group of devices.
 
-    Raises :class:`OrderError` if one of them needs, directly or not, what another member's makes of the same microbatch. (A buffer passes from
-    microbatch to microbatch, which orders them, but need not keep the rest from overlapping.)
+    Raises :class:`OrderError` if one of them needs, directly or not, what another member's makes of
+    the same microbatch. (A buffer passes from microbatch to microbatch, which orders them, but need
+    not keep the rest from overlapping.)
     """
     by_devices: dict[DeviceGroup | None, dict[NodeId, set[int]]] = {}
     for number, member in enumerate(members):

@@ -9,8 +9,6 @@ from msgspec.structs import replace as replace_struct
 from piper.ir import body as ir
 from piper.ir.body import Arg, Body, Ref, TensorSpec, call_refs
 
-GETITEM = "operator.getitem"
-
 Reference: TypeAlias = int
 """Into a body: below the number of inputs an input, else a call."""
 
@@ -20,8 +18,9 @@ Local: TypeAlias = int
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some calls of a body, in order. ``rng`` has the ordinals of the whole body's random calls. ``reads`` says which values the
-    references are that the calls do not make; ``makes`` which references the values are that others read.
+    """Some calls of a body, in order. ``rng`` has the ordinals of the whole body's random calls.
+    ``reads`` says which values the references are that the calls do not make; ``makes`` which
+    references the values are that others read.
     """
 
     body: Body
@@ -34,7 +33,9 @@ class Part:
 def whole(
     body: Body, inputs: Sequence[Local], outputs: Sequence[Local], rng: tuple[int, ...]
 ) -> Part:
-    """All calls of *body*, which is called with the values *inputs* and whose results are the values *outputs*."""
+    """All calls of *body*, which is called with the values *inputs* and whose results are the
+    values *outputs*.
+    """
     makes = dict(zip(outputs, body.outputs, strict=True))
     return Part(body, rng, range(len(body.calls)), dict(enumerate(inputs)), makes)
 
@@ -42,7 +43,9 @@ def whole(
 def assemble(
     parts: Sequence[Part], outputs: Iterable[Local]
 ) -> tuple[Body, tuple[Local, ...], tuple[int, ...]]:
-    """One body that runs *parts* in turn and returns *outputs*; the values that it reads; its random calls' ordinals."""
+    """One body that runs *parts* in turn and returns *outputs*; the values that it reads; its
+    random calls' ordinals.
+    """
     made = {value for part in parts for value in part.makes}
     specs: dict[Local, TensorSpec] = {}
     for part in reversed(parts):
@@ -72,7 +75,9 @@ def assemble(
 def slice_calls(
     body: Body, wanted: Iterable[Reference], stop: Collection[Reference]
 ) -> tuple[list[int], list[Reference]]:
-    """The calls that *wanted* depend on, and the references where the search ended: inputs and those of *stop*."""
+    """The calls that *wanted* depend on, and the references where the search ended: inputs and
+    those of *stop*.
+    """
     calls: set[int] = set()
     ends: set[Reference] = set()
     waiting = list(wanted)

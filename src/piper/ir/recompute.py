@@ -1,13 +1,14 @@
 """Recomputation: a backward computes anew what its forward would have kept for it.
 
-For a backward chunk B and a forward chunk F of the same region and microbatch, the part of F's body that computes what B reads
-of F moves in front of B's body. B then reads what that part reads: what F itself read (activations of other regions, parameters,
-batch inputs, the buffers' values from before F wrote them), and such values of F as are to be kept. F no longer makes
-what nobody reads any more. Bodies are pure, so nothing happens twice; random calls draw from the streams that they drew from in
-F, so they draw the same numbers.
+For a backward chunk B and a forward chunk F of the same region and microbatch, the part of F's body
+that computes what B reads of F moves in front of B's body. B then reads what that part reads: what
+F itself read (activations of other regions, parameters, batch inputs, the buffers' values from
+before F wrote them), and such values of F as are to be kept. F no longer makes what nobody reads
+any more. Bodies are pure, so nothing happens twice; random calls draw from the streams that they
+drew from in F, so they draw the same numbers.
 
-Regions that are alike but for their values (the microbatches of one region) share one rewrite: it works on values numbered
-by their first occurrence in the region.
+Regions that are alike but for their values (the microbatches of one region) share one rewrite: it
+works on values numbered by their first occurrence in the region.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,17 +18,18 @@ from msgspec.structs import replace as replace_struct
 
 from piper.ids import BodyId, NodeId, ValueId
 from piper.ir import body as ir
-from piper.ir.body import Body, TensorSpec, body_id, call_refs
+from piper.ir.body import GETITEM, Body, TensorSpec, body_id, call_refs
 from piper.ir.core import core_chunks
 from piper.ir.dag import Chunk, Dag, Node, Pass, Role, Tags, Value
 from piper.ir.edit import Edit
-from piper.ir.parts import GETITEM, Local, Part, Reference, assemble, slice_calls, spec_of, whole
+from piper.ir.parts import Local, Part, Reference, assemble, slice_calls, spec_of, whole
 from piper.ops.compute import Call
 
 
 def recompute(dag: Dag, regions: Collection[Tags], number: int, save: Collection[str]) -> Edit:
-    """Let the backward chunks with the tags *regions* recompute what the forward chunks with the same tags made for them, save for
-    results of the operators named *save*. *number* is the directive that asks for it.
+    """Let the backward chunks with the tags *regions* recompute what the forward chunks with the
+    same tags made for them, save for results of the operators named *save*. *number* is the
+    directive that asks for it.
     """
     return _Recomputation(dag, regions, number, frozenset(save)).edit()
 
@@ -38,7 +40,9 @@ def operator_name(call: ir.Call) -> str:
 
 
 def forward_operators(dag: Dag, regions: Collection[Tags]) -> frozenset[str]:
-    """Names of the operators that the forward chunks with the tags *regions* call, where they have a backward."""
+    """Names of the operators that the forward chunks with the tags *regions* call, where they have
+    a backward.
+    """
     members = [c for c in core_chunks(dag).values() if c.tags in regions]
     backward = {c.tags for c in members if c.pass_ is not Pass.FORWARD}
     found = {_body(c) for c in members if c.pass_ is Pass.FORWARD and c.tags in backward}
@@ -53,7 +57,9 @@ def _body(chunk: Chunk) -> BodyId:
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """A chunk of a region: its body, what it reads and makes, and the ordinals of its random calls."""
+    """A chunk of a region: its body, what it reads and makes, and the ordinals of its random
+    calls.
+    """
 
     body: BodyId
     inputs: tuple[Local, ...]
@@ -65,7 +71,8 @@ class _Code:
 class _Region:
     """The forward and backward chunks of one region and microbatch, in the order in which they run.
 
-    ``wanted``: the values that others read. ``losses``, ``seeds``: which are losses, and the gradients of the step's loss.
+    ``wanted``: the values that others read. ``losses``, ``seeds``: which are losses, and the
+    gradients of the step's loss.
     """
 
     forward: tuple[_Code, ...]
@@ -105,7 +112,9 @@ class _Recomputation:
         return Edit(replace(self._dag, nodes=nodes, values=self._values, bodies=bodies), {})
 
     def _read_elsewhere(self) -> set[ValueId]:
-        """The values that chunks of other regions or microbatches read, and the results of the step."""
+        """The values that chunks of other regions or microbatches read, and the results of the
+        step.
+        """
         dag = self._dag
         home = {v: chunk.tags for chunk in self._core.values() for v in chunk.outputs}
         read = {v for c in self._core.values() for v in c.inputs if home.get(v) != c.tags}
@@ -164,9 +173,11 @@ class _Recomputation:
 
 
 class _Rewriter:
-    """The rewrite of one region: ``forward`` and ``backward`` as they are to be; new bodies are added to *bodies*.
+    """The rewrite of one region: ``forward`` and ``backward`` as they are to be; new bodies are
+    added to *bodies*.
 
-    Values that are kept though nobody read them before have numbers from ``region.num_values`` on; ``fresh`` are their specs.
+    Values that are kept though nobody read them before have numbers from ``region.num_values`` on;
+    ``fresh`` are their specs.
     """
 
     def __init__(self, region: _Region, bodies: dict[BodyId, Body], save: frozenset[str]) -> None:
@@ -182,7 +193,8 @@ class _Rewriter:
         parts: list[Part] = []
         read: set[Local] = set()
         recomputed = set(code.inputs) - self._region.losses  # a loss is a number, kept anyway
-        # From the last forward chunk to the first: what the recomputation of one reads of another is kept.
+        # From the last forward chunk to the first: what the recomputation of one reads of another
+        # is kept.
         for forward in reversed(self._region.forward):
             body, saved = self._bodies[forward.body], self._saved[forward.body]
             makes = {
@@ -202,9 +214,11 @@ class _Rewriter:
         return self._assembled([*self._after_loss(code, parts), *parts[::-1], own], code.outputs)
 
     def _after_loss(self, code: _Code, parts: Sequence[Part]) -> Iterator[Part]:
-        """A part that only reads the loss, if *code* begins the backward and reads nothing else that the forward made.
+        """A part that only reads the loss, if *code* begins the backward and reads nothing else
+        that the forward made.
 
-        Else nothing would keep the backward, and its recomputation, from running before the forward.
+        Else nothing would keep the backward, and its recomputation, from running before the
+        forward.
         """
         if self._region.seeds.isdisjoint(code.inputs):
             return
@@ -238,7 +252,9 @@ class _Rewriter:
         return tuple(codes[::-1])
 
     def _value(self, code: _Code, ref: Reference) -> Local:
-        """The value that the reference *ref* of the forward chunk *code* is, or from now on will be."""
+        """The value that the reference *ref* of the forward chunk *code* is, or from now on will
+        be.
+        """
         body = self._bodies[code.body]
         if ref < len(body.inputs):
             return code.inputs[ref]

@@ -1,8 +1,8 @@
 """Filters: which nodes a directive speaks of.
 
-A filter maps tag names to an index, a list of indices, ``"*"`` (any index) or ``None`` (node without that
-tag). ``PASS`` and ``COMM`` are tags too: ``{"PP": 0, "PASS": "F"}``, ``{"COMM": "all_reduce"}``. ``{}`` matches all.
-A filter without ``COMM`` matches compute nodes only.
+A filter maps tag names to an index, a list of indices, ``"*"`` (any index) or ``None`` (node
+without that tag). ``PASS`` and ``COMM`` are tags too: ``{"PP": 0, "PASS": "F"}``, ``{"COMM":
+"all_reduce"}``. ``{}`` matches all. A filter without ``COMM`` matches compute nodes only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,10 +37,11 @@ class Selector:
                 self._known.setdefault(name, set()).add(index)
 
     def find(self, filter_: Filter, where: Callable[[Node], bool] | None = None) -> list[NodeId]:
-        """The matching nodes in node order; derived compute nodes match only if the filter says ``UPDATE``.
+        """The matching nodes in node order; derived compute nodes match only if the filter says
+        ``UPDATE``.
 
-        Raises :class:`FilterError` if a region, index or microbatch of the filter exists nowhere. A pass that a region does not
-        have matches nothing.
+        Raises :class:`FilterError` if a region, index or microbatch of the filter exists nowhere. A
+        pass that a region does not have matches nothing.
         """
         self._check(filter_)
         if COMM in filter_ and filter_[COMM] is None:
@@ -86,7 +87,9 @@ class Selector:
                 self._check_tag(filter_, name, value)
 
     def _kinds(self) -> set[str]:
-        """The kinds of communication that there are, or may be in the plan of the step that uses what this one keeps."""
+        """The kinds of communication that there are, or may be in the plan of the step that uses
+        what this one keeps.
+        """
         found = {node.work.kind for node in self._dag.comms()}
         return found | _OF_UPDATES if self._dag.gradient_use is GradientUse.KEEP else found
 
@@ -101,7 +104,7 @@ class Selector:
         for index in _alternatives(value):
             if index != ANY and index not in self._known[name]:
                 raise FilterError(
-                    f"filter {dict(filter_)}: no node has {name}={index!r}; {self.describe_tags()}"
+                    f"filter {dict(filter_)}: no node has {name}={index!r}; tags: {self.describe_tags()}"
                 )
 
     def describe_tags(self) -> str:

@@ -11,12 +11,13 @@ After, s being what both need::
               └──s──▶ BW ◀── x
                       └──dW──▶ sum
 
-BI keeps the node id of B, so that what is derived for it keeps its identity; BW is new. A chunk whose results nobody reads
-but sums becomes BW as it is, one that makes no contribution BI. What a backward makes besides gradients (the new value of a buffer)
-belongs to BI. Random calls keep their streams. Chunks with equal bodies share the work of splitting.
+BI keeps the node id of B, so that what is derived for it keeps its identity; BW is new. A chunk
+whose results nobody reads but sums becomes BW as it is, one that makes no contribution BI. What a
+backward makes besides gradients (the new value of a buffer) belongs to BI. Random calls keep their
+streams. Chunks with equal bodies share the work of splitting.
 
-An order edge that touched B touches both halves. BI and BW are joined by an order edge of their own, with the directive
-:data:`JOINS`, so that BW never comes first.
+An order edge that touched B touches both halves. BI and BW are joined by an order edge of their
+own, with the directive :data:`JOINS`, so that BW never comes first.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -37,11 +38,14 @@ from piper.ops.all_gather import AllGather
 from piper.ops.compute import Call
 
 JOINS = -1
-"""The directive number of the order edge between the halves of a backward: it was no directive that said so."""
+"""The directive number of the order edge between the halves of a backward: it was no directive that
+said so.
+"""
 
 
 def split_backward(dag: Dag, chunks: Collection[NodeId]) -> Edit:
-    """Split the backward chunks *chunks*. Derived nodes are left as they are, unless an order names a gather that served one of the chunks.
+    """Split the backward chunks *chunks*. Derived nodes are left as they are, unless an order names
+    a gather that served one of the chunks.
 
     Raises :class:`DirectiveError` for a chunk of which nothing can be put off.
     """
@@ -76,7 +80,9 @@ def halves_of(dag: Dag) -> dict[NodeId, NodeId]:
 
 
 def join_halves(dag: Dag, regions: Collection[Tags]) -> tuple[Dag, dict[NodeId, NodeId]]:
-    """*dag* with the split backwards of *regions* whole again, and their halves, for :func:`split_again`. Orders still speak of the halves."""
+    """*dag* with the split backwards of *regions* whole again, and their halves, for
+    :func:`split_again`. Orders still speak of the halves.
+    """
     core = core_chunks(dag)
     pairs = {i: w for i, w in halves_of(dag).items() if core[i].tags in regions}
     if not pairs:
@@ -140,7 +146,9 @@ class _Splitter:
     def split(
         self, chunks: Collection[NodeId], seconds: Mapping[NodeId, NodeId]
     ) -> tuple[dict[NodeId, Node], dict[NodeId, tuple[NodeId, ...]]]:
-        """All nodes, each of *chunks* followed by its second half (whose id is in *seconds*, or new); and the halves of each."""
+        """All nodes, each of *chunks* followed by its second half (whose id is in *seconds*, or
+        new); and the halves of each.
+        """
         nodes: dict[NodeId, Node] = {}
         remap: dict[NodeId, tuple[NodeId, ...]] = {}
         for node in self._dag.nodes.values():
@@ -245,7 +253,9 @@ def _renamed_edges(
     remap: Mapping[NodeId, tuple[NodeId, ...]],
     gathers: Mapping[NodeId, Comm],
 ) -> tuple[list[OrderEdge], list[OrderEdge]]:
-    """The edges between the new nodes, and those that touch *gathers*, which are to be made anew."""
+    """The edges between the new nodes, and those that touch *gathers*, which are to be made
+    anew.
+    """
     edges: list[OrderEdge] = []
     stale: list[OrderEdge] = []
     for edge in order:
@@ -262,7 +272,8 @@ def _regathered(
     gathers: Mapping[NodeId, Comm],
     remap: Mapping[NodeId, tuple[NodeId, ...]],
 ) -> Iterable[OrderEdge]:
-    """*edges* with, in place of a gather for a whole backward, those of the same shards for its halves.
+    """*edges* with, in place of a gather for a whole backward, those of the same shards for its
+    halves.
 
     A gather that neither half needs stays, for ``derive`` to refuse.
     """

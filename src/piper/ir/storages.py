@@ -1,19 +1,21 @@
-"""Which outputs of a chunk share memory: with an input, with each other, with a larger tensor that they are views of."""
+"""Which outputs of a chunk share memory: with an input, with each other, with a larger tensor that
+they are views of.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from piper.ir.body import Body, Call, call_refs
+from piper.ir.body import GETITEM, Body, Call, call_refs
 from piper.ir.views import VIEWS
-
-GETITEM = "operator.getitem"
 
 IN_PLACE_SUMS = frozenset(
     f"aten.{name}.default"
     for name in ["binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"]
 )
-"""Losses whose scalar result stays in the memory of the elementwise losses, as large as the first argument."""
+"""Losses whose scalar result stays in the memory of the elementwise losses, as large as the first
+argument.
+"""
 
 
 RESHAPES = frozenset(
@@ -37,7 +39,9 @@ RESHAPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Memory that a chunk allocates: ``nbytes``, number ``number`` of the chunk. Equal numbers are the same memory."""
+    """Memory that a chunk allocates: ``nbytes``, number ``number`` of the chunk. Equal numbers are
+    the same memory.
+    """
 
     number: int
     nbytes: int
@@ -70,12 +74,13 @@ def output_memory(body: Body, bindings: Mapping[str, int]) -> tuple[Memory, ...]
 
 
 def owned_outputs(body: Body) -> tuple[bool, ...]:
-    """Whether each output of *body* is the whole of memory that is nothing else's: it may be written to where nothing reads the
-    output any more.
+    """Whether each output of *body* is the whole of memory that is nothing else's: it may be
+    written to where nothing reads the output any more.
 
-    So it is what one of torch's own operators newly made, no view of it but one with all its elements, and in the memory of
-    neither an input nor another output. (In a captured graph an operator of torch's that is no view makes new tensors. What a
-    user's operator does is not known.)
+    So it is what one of torch's own operators newly made, no view of it but one with all its
+    elements, and in the memory of neither an input nor another output. (In a captured graph an
+    operator of torch's that is no view makes new tensors. What a user's operator does is not
+    known.)
     """
     # Per reference and result, a number for its memory if it is owned so far.
     found: list[tuple[int | None, ...]] = [(None,) for _ in body.inputs]

@@ -32,7 +32,8 @@ Dim: TypeAlias = int | Expr
 def evaluate(text: str, bindings: Mapping[str, int]) -> Number:
     """The value of the expression *text* with every symbol bound by *bindings*.
 
-    Raises :class:`CaptureError` for an unbound symbol, an operation that is not supported, a division by zero.
+    Raises :class:`CaptureError` for an unbound symbol, an operation that is not supported, a
+    division by zero.
     """
     try:
         return _value(_parse(text), bindings, text)
@@ -43,7 +44,9 @@ def evaluate(text: str, bindings: Mapping[str, int]) -> Number:
 
 
 def bind(dim: Dim, bindings: Mapping[str, int]) -> int:
-    """The size of a dimension under *bindings*. Raises :class:`CaptureError` if it is not a whole number."""
+    """The size of a dimension under *bindings*. Raises :class:`CaptureError` if it is not a whole
+    number.
+    """
     if not isinstance(dim, Expr):
         return dim
     size = evaluate(dim.text, bindings)

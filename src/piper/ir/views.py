@@ -48,8 +48,10 @@ VIEWS = frozenset(
         "view_as_real",
     ]
 )
-"""Operators whose results share memory with their first argument. ``reshape`` is one: in the graph that was captured every
-reshape was a view; it copies only where a tensor that had other strides there was received."""
+"""Operators whose results share memory with their first argument. ``reshape`` is one: in the graph
+that was captured every reshape was a view; it copies only where a tensor that had other strides
+there was received.
+"""
 
 PARTS = frozenset(
     f"aten.{name}"

@@ -1,7 +1,7 @@
 """Small annotated models for examples, tests and benchmarks.
 
-Each file holds one: ``XConfig``, the module ``X`` and ``x_loss(outputs, targets)``. Region ``PP`` with
-index ``s`` is pipeline stage ``s``; without a capture the annotations do nothing.
+Each file holds one: ``XConfig``, the module ``X`` and ``x_loss(outputs, targets)``. Region ``PP``
+with index ``s`` is pipeline stage ``s``; without a capture the annotations do nothing.
 """
 
 from piper.models.mlp import MLP, MLPConfig, mlp_loss

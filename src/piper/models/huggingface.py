@@ -1,4 +1,6 @@
-"""Hugging Face mixtures of experts (Qwen3-MoE, Mixtral and others), unmodified: their experts as regions that ``Shard`` can share out."""
+"""Hugging Face mixtures of experts (Qwen3-MoE, Mixtral and others), unmodified: their experts as
+regions that ``Shard`` can share out.
+"""
 
 from typing import Protocol, cast
 
@@ -36,12 +38,15 @@ class _Experts(Protocol):
 
 
 def annotate_experts(model: nn.Module, name: str = "EP") -> int:
-    """Make the experts of each layer of a transformers model region *name*, numbered from 0, in the dropless form; their number.
+    """Make the experts of each layer of a transformers model region *name*, numbered from 0, in the
+    dropless form; their number.
 
-    The router and the sum over a token's experts stay in the region around. The model then uses the implementation ``"piper"`` of
-    transformers' ``ALL_EXPERTS_FUNCTIONS``, which computes the same as the others, in and outside of a capture.
+    The router and the sum over a token's experts stay in the region around. The model then uses the
+    implementation ``"piper"`` of transformers' ``ALL_EXPERTS_FUNCTIONS``, which computes the same
+    as the others, in and outside of a capture.
 
-    Raises :class:`ConfigError` for a model whose experts do not use that registry, or have a norm of their own.
+    Raises :class:`ConfigError` for a model whose experts do not use that registry, or have a norm
+    of their own.
     """
     check_tag(name, 0)
     found = [

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from piper.capture.annotate import annotate
-from piper.models.stages import require_positive, require_probability, stage_layers
+from piper.models.stages import require_layers, require_positive, require_probability, stage_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class MLPConfig:
             num_layers=self.num_layers,
             num_stages=self.num_stages,
         )
+        require_layers(self.num_layers, self.num_stages)
         require_probability("MLPConfig", "dropout", self.dropout)
 
 

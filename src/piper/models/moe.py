@@ -1,4 +1,6 @@
-"""A decoder with mixtures of experts, in the manner of Qwen3-MoE and DeepSeek: RMS norms, rotary positions, token-choice top-k routing."""
+"""A decoder with mixtures of experts, in the manner of Qwen3-MoE and DeepSeek: RMS norms, rotary
+positions, token-choice top-k routing.
+"""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,7 +12,7 @@ from torch.nn import functional
 from piper.capture.annotate import annotate
 from piper.errors import ConfigError
 from piper.models.routing import sort_by_expert
-from piper.models.stages import require_positive, stage_layers
+from piper.models.stages import require_layers, require_positive, stage_layers
 from piper.runtime.grouped import grouped_mm
 
 
@@ -18,11 +20,13 @@ from piper.runtime.grouped import grouped_mm
 class MoEConfig:
     """Sizes of a ``MoE``.
 
-    Each token goes to *experts_per_token* of *num_experts* experts of hidden width *expert_width*; beside them every token goes through a
-    shared expert of width *shared_width* (0: none). The first *dense_layers* layers have an ordinary MLP of width *dense_width*.
-    With *capacity_factor* f each expert takes at most f·k/E of the microbatch's tokens, in their order, and further ones pass by it;
-    ``None`` is dropless. *balance_weight* and *z_weight* weigh the auxiliary losses: load balancing (Switch Transformer) and the
-    router's squared log-partition (ST-MoE). With *count_tokens* a buffer counts each expert's tokens.
+    Each token goes to *experts_per_token* of *num_experts* experts of hidden width *expert_width*;
+    beside them every token goes through a shared expert of width *shared_width* (0: none). The
+    first *dense_layers* layers have an ordinary MLP of width *dense_width*. With *capacity_factor*
+    f each expert takes at most f·k/E of the microbatch's tokens, in their order, and further ones
+    pass by it; ``None`` is dropless. *balance_weight* and *z_weight* weigh the auxiliary losses:
+    load balancing (Switch Transformer) and the router's squared log-partition (ST-MoE). With
+    *count_tokens* a buffer counts each expert's tokens.
     """
 
     vocab_size: int = 256
@@ -54,6 +58,7 @@ class MoEConfig:
             dense_width=self.dense_width,
             num_stages=self.num_stages,
         )
+        require_layers(self.num_layers, self.num_stages)
         if self.width % (2 * self.num_heads):
             raise ConfigError(
                 f"MoEConfig.width: expected a multiple of 2*num_heads={2 * self.num_heads}, found {self.width}"
@@ -69,7 +74,9 @@ class MoEConfig:
 
 
 class Experts(nn.Module):
-    """The experts' weights, SwiGLU: ``x[E, C, width]``, or rows ``[N, width]`` sorted by expert with counts ``[E]``, to the same shape."""
+    """The experts' weights, SwiGLU: ``x[E, C, width]``, or rows ``[N, width]`` sorted by expert
+    with counts ``[E]``, to the same shape.
+    """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -90,7 +97,8 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Router, experts and shared expert of layer *layer*: ``[B, T, width]`` to the same and the layer's auxiliary loss.
+    """Router, experts and shared expert of layer *layer*: ``[B, T, width]`` to the same and the
+    layer's auxiliary loss.
 
     The experts are region ``EP`` number *layer*; the rest belongs to the region around.
     """
@@ -179,7 +187,9 @@ class SwiGLU(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with rotary positions, ``[B, T, width] -> [B, T, width]``."""
+    """Causal multi-head self-attention with rotary positions, ``[B, T, width] -> [B, T,
+    width]``.
+    """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -211,7 +221,9 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention, then a mixture of experts or an MLP, each normalised before and added to the residual stream."""
+    """Attention, then a mixture of experts or an MLP, each normalised before and added to the
+    residual stream.
+    """
 
     def __init__(self, config: MoEConfig, layer: int) -> None:
         super().__init__()
@@ -231,10 +243,11 @@ class Block(nn.Module):
 
 
 class MoE(nn.Module):
-    """Token ids ``[B, T]`` (int64) to logits ``[B, T, vocab_size]`` and the auxiliary losses' sum (a scalar).
+    """Token ids ``[B, T]`` (int64) to logits ``[B, T, vocab_size]`` and the auxiliary losses' sum
+    (a scalar).
 
-    Region ``PP`` has *num_stages* indices; the embedding belongs to the first, the head to the last. The experts of layer i are region
-    ``EP`` number i, inside it.
+    Region ``PP`` has *num_stages* indices; the embedding belongs to the first, the head to the
+    last. The experts of layer i are region ``EP`` number i, inside it.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -262,6 +275,8 @@ class MoE(nn.Module):
 
 
 def moe_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats per token of logits ``[B, T, V]`` for int64 targets ``[B, T]``, plus the auxiliary losses."""
+    """Mean cross entropy in nats per token of logits ``[B, T, V]`` for int64 targets ``[B, T]``,
+    plus the auxiliary losses.
+    """
     logits, auxiliary = outputs
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + auxiliary

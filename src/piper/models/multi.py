@@ -38,8 +38,8 @@ class MultiConfig:
 class Signals:
     """What the first stage hands to all others.
 
-    ``auxiliary [B, T, width]`` carries a gradient; ``routes [B, T]`` int64, ``active [B, T]`` bool and
-    ``table [B, 1, width]`` do not.
+    ``auxiliary [B, T, width]`` carries a gradient; ``routes [B, T]`` int64, ``active [B, T]`` bool
+    and ``table [B, 1, width]`` do not.
     """
 
     auxiliary: Tensor

@@ -8,7 +8,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """Rows ``[N·k, width]``, one per choice, sorted by expert; ``counts[E]`` of each expert's rows; ``order[N·k]``: which choice each row is."""
+    """Rows ``[N·k, width]``, one per choice, sorted by expert; ``counts[E]`` of each expert's rows;
+    ``order[N·k]``: which choice each row is.
+    """
 
     rows: Tensor
     counts: Tensor
@@ -20,7 +22,9 @@ class Sorted:
 
 
 def sort_by_expert(tokens: Tensor, chosen: Tensor, num_experts: int) -> Sorted:
-    """Sort the choices ``chosen[N, k]`` (int64, experts' numbers) of ``tokens[N, width]``; of one expert's, the first token comes first."""
+    """Sort the choices ``chosen[N, k]`` (int64, experts' numbers) of ``tokens[N, width]``; of one
+    expert's, the first token comes first.
+    """
     flat = chosen.reshape(-1)
     order = flat.argsort(stable=True)
     counts = (flat[:, None] == torch.arange(num_experts, device=flat.device)).sum(0)

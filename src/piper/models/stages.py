@@ -16,20 +16,24 @@ def require_probability(owner: str, name: str, value: float) -> None:
         raise ConfigError(f"{owner}.{name}: expected 0 <= {name} < 1, found {value}")
 
 
-def stage_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Deal *num_layers* consecutive layers to *num_stages* stages, sizes differing by one at most.
-
-    The earlier stages take the extra layers, since the last one also computes the loss.
-    ``stage_layers(7, 3)`` is ``(range(0, 3), range(3, 5), range(5, 7))``.
-
-    Raises:
-        ConfigError: there are more stages than layers.
+def require_layers(num_layers: int, num_stages: int) -> None:
+    """Raise ``ConfigError`` unless each of *num_stages* stages can have one of *num_layers*
+    layers.
     """
     if num_stages > num_layers:
         raise ConfigError(
             f"{num_stages} stages cannot share {num_layers} layers: each needs at least one; "
             f"use num_layers >= {num_stages} or num_stages <= {num_layers}"
         )
+
+
+def stage_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """Deal *num_layers* consecutive layers to *num_stages* stages, sizes differing by one at most.
+
+    The earlier stages take the extra layers, since the last one also computes the loss.
+    ``stage_layers(7, 3)`` is ``(range(0, 3), range(3, 5), range(5, 7))``. There must be as many
+    layers as stages, see :func:`require_layers`.
+    """
     least, extra = divmod(num_layers, num_stages)
     bounds = [stage * least + min(stage, extra) for stage in range(num_stages + 1)]
     return tuple(range(bounds[stage], bounds[stage + 1]) for stage in range(num_stages))

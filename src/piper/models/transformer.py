@@ -1,4 +1,6 @@
-"""A decoder-only transformer in the manner of GPT-2: pre-norm, learned positions, causal attention."""
+"""A decoder-only transformer in the manner of GPT-2: pre-norm, learned positions, causal
+attention.
+"""
 
 import math
 from dataclasses import dataclass
@@ -9,16 +11,17 @@ from torch.nn import functional
 
 from piper.capture.annotate import annotate
 from piper.errors import ConfigError
-from piper.models.stages import require_positive, require_probability, stage_layers
+from piper.models.stages import require_layers, require_positive, require_probability, stage_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
     """Sizes of a ``Transformer``.
 
-    *context* is the longest sequence in tokens; *mlp_ratio* the hidden width of a block's MLP in units
-    of *width*; *dropout* applies to the embedding and to both residual branches. With *tied_embedding*
-    the head is the token embedding, so the first and the last stage share one parameter.
+    *context* is the longest sequence in tokens; *mlp_ratio* the hidden width of a block's MLP in
+    units of *width*; *dropout* applies to the embedding and to both residual branches. With
+    *tied_embedding* the head is the token embedding, so the first and the last stage share one
+    parameter.
     """
 
     vocab_size: int = 256
@@ -42,6 +45,7 @@ class TransformerConfig:
             mlp_ratio=self.mlp_ratio,
             num_stages=self.num_stages,
         )
+        require_layers(self.num_layers, self.num_stages)
         require_probability("TransformerConfig", "dropout", self.dropout)
         if self.width % self.num_heads:
             raise ConfigError(
@@ -91,7 +95,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Token ids ``[B, T]`` (int64, T <= context) to logits ``[B, T, vocab_size]``.
 
-    Region ``PP`` has *num_stages* indices; the embedding belongs to the first, the head to the last.
+    Region ``PP`` has *num_stages* indices; the embedding belongs to the first, the head to the
+    last.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -139,7 +144,9 @@ class Transformer(nn.Module):
         return out
 
     def _initialise(self) -> None:
-        """GPT-2's: normal with 0.02, the two projections into the residual stream by 1/sqrt(2 L)."""
+        """GPT-2's: normal with 0.02, the two projections into the residual stream by 1/sqrt(2
+        L).
+        """
         into_residual = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
@@ -172,7 +179,8 @@ def generate(
     Temperature 0 takes the most likely byte each time. Only the last *context* bytes are seen.
 
     Raises:
-        ConfigError: the prompt is empty, the temperature negative, or the vocabulary not of 256 bytes.
+        ConfigError: the prompt is empty, the temperature negative, or the vocabulary not of 256
+            bytes.
     """
     if not prompt:
         raise ConfigError("generate: expected a prompt of at least one byte, found none")

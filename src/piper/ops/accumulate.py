@@ -3,14 +3,15 @@
 from collections.abc import Callable, Mapping
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, Work, instruction, work
+from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
 
 
 @work
 class Sum(Work, frozen=True):
     """Each output is the sum of ``len(inputs) / len(outputs)`` consecutive inputs.
 
-    Lowered to one :class:`Accumulate` per contribution after the first, right after the chunk that made it.
+    Lowered to one :class:`Accumulate` per contribution after the first, right after the chunk that
+    made it.
     """
 
 
@@ -18,8 +19,9 @@ class Sum(Work, frozen=True):
 class Accumulate(Instruction, frozen=True, kw_only=True):
     """For each i: ``totals[i] = left[i] + right[i]``; in place where ``totals[i] == left[i]``.
 
-    The first sum of two contributions makes a new tensor, since contributions may share memory with other values. Where ``left[i]``
-    is one of ``moved`` it does not: it is added to, becomes ``totals[i]``, and its slot is empty from then on.
+    The first sum of two contributions makes a new tensor, since contributions may share memory with
+    other values. Where ``left[i]`` is one of ``moved`` it does not: it is added to, becomes
+    ``totals[i]``, and its slot is empty from then on.
     """
 
     totals: tuple[Slot, ...]
@@ -63,9 +65,7 @@ class Accumulate(Instruction, frozen=True, kw_only=True):
             for total, left in renamed:
                 slots[total], slots[left] = slots[left], None
             for total, left, right, moves in quadruples:
-                a, b = slots[left], slots[right]
-                assert a is not None
-                assert b is not None
+                a, b = filled(slots[left]), filled(slots[right])
                 if total != left and not moves:
                     slots[total] = device.add(a, b)
                     continue

@@ -15,6 +15,7 @@ from piper.ops.base import (
     Tensor,
     Then,
     Work,
+    filled,
     instruction,
     shard_length,
     work,
@@ -24,8 +25,9 @@ from piper.ops.bucket import BucketCollective, Collect
 
 @work
 class AllGather(Work, frozen=True):
-    """Output i is the tensor whose slices are the members' i-th inputs (see ``ReduceScatter``), for node ``use``. Outputs are of one element
-    type, to which the slices are rounded before they are sent.
+    """Output i is the tensor whose slices are the members' i-th inputs (see ``ReduceScatter``), for
+    node ``use``. Outputs are of one element type, to which the slices are rounded before they are
+    sent.
 
     It starts as early as the planner likes: its inputs are state.
     """
@@ -42,8 +44,8 @@ class AllGather(Work, frozen=True):
 
 @work
 class Refresh(Work, frozen=True):
-    """Overwrite the parameters ``names``, all of one element type, by what the members' slices, one input per name, make together, rounded
-    to that type before they are sent.
+    """Overwrite the parameters ``names``, all of one element type, by what the members' slices, one
+    input per name, make together, rounded to that type before they are sent.
     """
 
     names: tuple[str, ...]
@@ -79,12 +81,12 @@ class RefreshBucket(BucketCollective, frozen=True, kw_only=True):
         inputs, outputs, messages = self.inputs, self.outputs, self.messages
 
         def launch() -> Handle:
-            tensors = [_full(slots[slot]) for slot in inputs]
+            tensors = [filled(slots[slot]) for slot in inputs]
             handle, collect = gather(messages, len(self.members), device, communicator, tensors)
 
             def store() -> None:
                 for slot, tensor in zip(outputs, collect(), strict=True):
-                    device.copy_(_full(slots[slot]), tensor)
+                    device.copy_(filled(slots[slot]), tensor)
 
             return Then(handle, store)
 
@@ -98,8 +100,8 @@ def gather(
     communicator: Communicator,
     tensors: Sequence[Tensor],
 ) -> tuple[Handle, Collect]:
-    """Begin an all-gather of slices *tensors*; it makes tensors with the given messages, of whose type the slices are made before they
-    are sent.
+    """Begin an all-gather of slices *tensors*; it makes tensors with the given messages, of whose
+    type the slices are made before they are sent.
     """
     shapes, dtype = tuple(message.shape for message in messages), messages[0].dtype
     lengths = tuple((shard_length(shape, count),) for shape in shapes)
@@ -107,8 +109,3 @@ def gather(
     whole = device.empty(count * sum(length for (length,) in lengths), dtype)
     handle = communicator.all_gather(whole, mine)
     return handle, lambda: device.unpack_shards(whole, shapes, count)
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
-    return tensor

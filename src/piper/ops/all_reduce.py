@@ -20,7 +20,8 @@ from piper.ops.bucket import BucketCollective, Collect
 
 @work
 class AllReduce(Work, frozen=True):
-    """Output i is the sum over the group of the members' i-th input (the mean, if ``average``), or what else ``reduce`` says.
+    """Output i is the sum over the group of the members' i-th input (the mean, if ``average``), or
+    what else ``reduce`` says.
 
     All of one element type.
     """

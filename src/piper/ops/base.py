@@ -373,6 +373,12 @@ class LocalWork(Work, frozen=True):
     """
 
 
+def filled(tensor: Tensor | None) -> Tensor:
+    """What a slot holds that the plan says is not empty."""
+    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
+    return tensor
+
+
 def shard_length(shape: tuple[int, ...], count: int) -> int:
     """Elements of one of *count* equal slices of a tensor, padding included."""
     return -(-math.prod(shape) // count)

@@ -16,6 +16,7 @@ from piper.ops.base import (
     Site,
     Tensor,
     Then,
+    filled,
 )
 
 Collect: TypeAlias = Callable[[], Sequence[Tensor]]
@@ -70,11 +71,7 @@ class BucketCollective(Instruction, frozen=True, kw_only=True):
         inputs, outputs = self.inputs, self.outputs
 
         def launch() -> Handle:
-            tensors: list[Tensor] = []
-            for slot in inputs:
-                tensor = slots[slot]
-                assert tensor is not None
-                tensors.append(tensor)
+            tensors = [filled(slots[slot]) for slot in inputs]
             handle, collect = self.start(device, communicator, tensors)
 
             def store() -> None:

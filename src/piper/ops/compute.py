@@ -9,8 +9,8 @@ from piper.ops.base import (
     Instruction,
     RandomKey,
     Runtime,
-    Tensor,
     Work,
+    filled,
     instruction,
     work,
 )
@@ -18,8 +18,8 @@ from piper.ops.base import (
 
 @work
 class Call(Work, frozen=True):
-    """The node calls a body. ``rng`` gives, per random slot of the body, the ordinal of that op among the random
-    ops of the captured graph.
+    """The node calls a body. ``rng`` gives, per random slot of the body, the ordinal of that op
+    among the random ops of the captured graph.
     """
 
     body: BodyId
@@ -57,7 +57,7 @@ class Compute(Instruction, frozen=True, kw_only=True):
 
         def run() -> None:
             key = RandomKey(context.seed, context.step, microbatch, rng) if rng else None
-            values = [_present(slots[i]) for i in inputs]
+            values = [filled(slots[i]) for i in inputs]
             for slot in emptied:
                 slots[slot] = None
             results = call(values, key)
@@ -73,15 +73,10 @@ class Compute(Instruction, frozen=True, kw_only=True):
             return runtime.function(self.body)
         function, slots = runtime.adding_function(self.body, positions), runtime.slots
         sums = tuple(added[self.outputs[i]] for i in positions)
-        return lambda values, key: function(values, key, [_present(slots[s]) for s in sums])
+        return lambda values, key: function(values, key, [filled(slots[s]) for s in sums])
 
     def describe(self) -> str:
         return f"compute {_names(self.outputs)} = {self.body[:6]}({_names(self.inputs)})"
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
-    return tensor
 
 
 def _names(slots: tuple[Slot, ...]) -> str:

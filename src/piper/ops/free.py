@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, instruction
+from piper.ops.base import Handle, Instruction, Runtime, filled, instruction
 
 
 @instruction
 class Free(Instruction, frozen=True, kw_only=True):
-    """Empty ``slots`` once the stream gets here; their memory is available to later work of that stream."""
+    """Empty ``slots`` once the stream gets here; their memory is available to later work of that
+    stream.
+    """
 
     slots: tuple[Slot, ...]
 
@@ -39,9 +41,7 @@ class Free(Instruction, frozen=True, kw_only=True):
         def run_release() -> None:
             assert release is not None
             for slot in mine:
-                tensor = slots[slot]
-                assert tensor is not None
-                release(tensor)
+                release(filled(slots[slot]))
                 slots[slot] = None
 
         return run if release is None else run_release

@@ -1,7 +1,8 @@
 """The norm of all gradients together: measured in parts where they are, combined, finished.
 
-A *part* is the sum of the squares of some elements (2-norm), or the largest magnitude among them (infinity norm), as a float64
-scalar: squares that a gradient's own element type could not hold are held.
+A *part* is the sum of the squares of some elements (2-norm), or the largest magnitude among them
+(infinity norm), as a float64 scalar: squares that a gradient's own element type could not hold are
+held.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from piper.ops.base import (
     ReduceOp,
     Runtime,
     Site,
-    Tensor,
+    filled,
     instruction,
     work,
 )
@@ -35,7 +36,9 @@ class Norm(StrEnum):
 
 @work
 class NormPart(LocalWork, frozen=True):
-    """The one output is the part of all inputs; if ``scaled``, the last input is the scalar that the others are divided by first."""
+    """The one output is the part of all inputs; if ``scaled``, the last input is the scalar that
+    the others are divided by first.
+    """
 
     norm: Norm
     scaled: bool = False
@@ -98,8 +101,8 @@ class MeasureGradients(Instruction, frozen=True, kw_only=True):
         gradients, scale, op = self.gradients, self.scale, self.norm.combines
 
         def run() -> None:
-            tensors = [_full(slots[slot]) for slot in gradients]
-            divisor = None if scale is None else _full(slots[scale])
+            tensors = [filled(slots[slot]) for slot in gradients]
+            divisor = None if scale is None else filled(slots[scale])
             slots[part] = device.norm_part(tensors, divisor, op)
 
         return run
@@ -130,7 +133,7 @@ class CombineParts(Instruction, frozen=True, kw_only=True):
         parts, op = self.parts, self.norm.combines
 
         def run() -> None:
-            slots[part] = device.norm_sum([_full(slots[slot]) for slot in parts], op)
+            slots[part] = device.norm_sum([filled(slots[slot]) for slot in parts], op)
 
         return run
 
@@ -157,17 +160,12 @@ class FinishNorm(Instruction, frozen=True, kw_only=True):
         part, result, op = self.part, self.result, self.norm.combines
 
         def run() -> None:
-            slots[result] = device.norm_root(_full(slots[part]), op)
+            slots[result] = device.norm_root(filled(slots[part]), op)
 
         return run
 
     def describe(self) -> str:
         return f"finish_norm %{self.result} = %{self.part}, norm {self.norm}"
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
-    return tensor
 
 
 def _names(slots: tuple[Slot, ...]) -> str:

@@ -10,6 +10,7 @@ from piper.ops.base import (
     Runtime,
     Site,
     Tensor,
+    filled,
     instruction,
     work,
 )
@@ -79,8 +80,8 @@ class _KeptGradients(Instruction, frozen=True, kw_only=True):
         slots, device, scale = runtime.slots, runtime.device, self.scale
 
         def get(slot: Slot) -> Tensor:
-            gradient = _full(slots[slot])
-            return gradient if scale is None else device.divide(gradient, _full(slots[scale]))
+            gradient = filled(slots[slot])
+            return gradient if scale is None else device.divide(gradient, filled(slots[scale]))
 
         return get
 
@@ -98,7 +99,7 @@ class KeepGradients(_KeptGradients, frozen=True, kw_only=True):
 
         def run() -> None:
             for gradient, kept in pairs:
-                device.add_(_full(slots[kept]), get(gradient))
+                device.add_(filled(slots[kept]), get(gradient))
 
         return run
 
@@ -121,7 +122,7 @@ class AddKeptGradients(_KeptGradients, frozen=True, kw_only=True):
 
         def run() -> None:
             for gradient, kept, total in triples:
-                before = _full(slots[kept])
+                before = filled(slots[kept])
                 slots[total] = device.add(before, get(gradient))
                 device.zero_(before)
 
@@ -129,8 +130,3 @@ class AddKeptGradients(_KeptGradients, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         return f"add_kept_gradients {', '.join(self.names)}"
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
-    return tensor

@@ -12,14 +12,15 @@ from piper.ops.base import (
     Site,
     Tensor,
     Work,
+    filled,
     instruction,
     work,
 )
 
 
 class _Copy(Work, frozen=True):
-    """Output i is input i elsewhere; nothing leaves the device. Each direction has its own stream, so that neither holds up
-    the other.
+    """Output i is input i elsewhere; nothing leaves the device. Each direction has its own stream,
+    so that neither holds up the other.
     """
 
     def communicator(self, stream: Stream, group: tuple[DeviceId, ...]) -> CommunicatorId:  # noqa: ARG002
@@ -28,7 +29,9 @@ class _Copy(Work, frozen=True):
 
 @work
 class Offload(_Copy, frozen=True):
-    """Copy values to host memory. Those that share memory are nodes' inputs together, and are copied once."""
+    """Copy values to host memory. Those that share memory are nodes' inputs together, and are
+    copied once.
+    """
 
     def stream(self, stream: Stream, group: tuple[DeviceId, ...]) -> Stream:  # noqa: ARG002
         return Stream(f"{stream}:out")
@@ -43,7 +46,9 @@ class Offload(_Copy, frozen=True):
 
 @work
 class Fetch(_Copy, frozen=True):
-    """Copy values back that ``Offload`` put into host memory. It starts as early as the planner likes, once they are there."""
+    """Copy values back that ``Offload`` put into host memory. It starts as early as the planner
+    likes, once they are there.
+    """
 
     @property
     def early(self) -> bool:
@@ -87,11 +92,7 @@ class _HostCopy(Instruction, frozen=True, kw_only=True):
         slots, inputs, outputs = runtime.slots, self.inputs, self.outputs
 
         def launch() -> Handle:
-            tensors: list[Tensor] = []
-            for slot in inputs:
-                tensor = slots[slot]
-                assert tensor is not None
-                tensors.append(tensor)
+            tensors = [filled(slots[slot]) for slot in inputs]
             copies, handle = self.start(runtime, tensors)
             for slot, copy in zip(outputs, copies, strict=True):
                 slots[slot] = copy
@@ -106,7 +107,9 @@ class _HostCopy(Instruction, frozen=True, kw_only=True):
 
 @instruction
 class CopyToHost(_HostCopy, frozen=True, kw_only=True):
-    """Copy tensors into host memory; complete when they are there and the tensors may be given up."""
+    """Copy tensors into host memory; complete when they are there and the tensors may be given
+    up.
+    """
 
     def start(self, runtime: Runtime, tensors: list[Tensor]) -> tuple[Sequence[Tensor], Handle]:
         return runtime.device.to_host(tensors, self.stream)
@@ -114,7 +117,9 @@ class CopyToHost(_HostCopy, frozen=True, kw_only=True):
 
 @instruction
 class CopyFromHost(_HostCopy, frozen=True, kw_only=True):
-    """Copy tensors back from host memory; complete when they are on the device and the host's copies may be given up."""
+    """Copy tensors back from host memory; complete when they are on the device and the host's
+    copies may be given up.
+    """
 
     def start(self, runtime: Runtime, tensors: list[Tensor]) -> tuple[Sequence[Tensor], Handle]:
         return runtime.device.from_host(tensors, self.stream)

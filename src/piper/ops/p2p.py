@@ -1,4 +1,6 @@
-"""Point-to-point messages: one transfer node, a send on one device and a posted receive on the other."""
+"""Point-to-point messages: one transfer node, a send on one device and a posted receive on the
+other.
+"""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -13,6 +15,7 @@ from piper.ops.base import (
     Runtime,
     Site,
     Work,
+    filled,
     instruction,
     work,
 )
@@ -20,8 +23,8 @@ from piper.ops.base import (
 
 @work
 class Transfer(Work, frozen=True):
-    """Each group is ``(sender, receiver)``. Every direction between two devices has its own communicator and stream,
-    so that sends never block receives.
+    """Each group is ``(sender, receiver)``. Every direction between two devices has its own
+    communicator and stream, so that sends never block receives.
     """
 
     def consumes(self, position: int) -> bool:
@@ -91,9 +94,7 @@ class Send(_Message, frozen=True, kw_only=True):
         communicator = runtime.communicator(self.communicator)
 
         def launch() -> Handle:
-            tensor = slots[slot]
-            assert tensor is not None
-            return communicator.send(tensor, 1)
+            return communicator.send(filled(slots[slot]), 1)
 
         return launch
 
@@ -103,7 +104,9 @@ class Send(_Message, frozen=True, kw_only=True):
 
 @instruction
 class PostReceive(_Message, frozen=True, kw_only=True):
-    """Make room for a message and say so to the sender; complete when the message is in the slot."""
+    """Make room for a message and say so to the sender; complete when the message is in the
+    slot.
+    """
 
     def writes(self) -> tuple[Slot, ...]:
         return (self.slot,)

@@ -9,7 +9,7 @@ from piper.ops.base import (
     LocalWork,
     Runtime,
     Site,
-    Tensor,
+    filled,
     instruction,
     work,
 )
@@ -44,14 +44,9 @@ class Multiply(Instruction, frozen=True, kw_only=True):
         left, right, product = self.left, self.right, self.product
 
         def run() -> None:
-            slots[product] = device.multiply(_full(slots[left]), _full(slots[right]))
+            slots[product] = device.multiply(filled(slots[left]), filled(slots[right]))
 
         return run
 
     def describe(self) -> str:
         return f"multiply %{self.product} = %{self.left} * %{self.right}"
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
-    return tensor

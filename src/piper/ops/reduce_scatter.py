@@ -20,9 +20,11 @@ from piper.ops.bucket import BucketCollective, Collect
 
 @work
 class ReduceScatter(Work, frozen=True):
-    """Output i is, on member r of n, the r-th of n slices of the sum over the group of the members' i-th input.
+    """Output i is, on member r of n, the r-th of n slices of the sum over the group of the members'
+    i-th input.
 
-    Slices are runs of the flattened tensor, padded with zeros to equal lengths. All of one element type.
+    Slices are runs of the flattened tensor, padded with zeros to equal lengths. All of one element
+    type.
     """
 
     def lower(self, site: Site) -> Instruction:

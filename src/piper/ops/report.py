@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, instruction
+from piper.ops.base import Handle, Instruction, Runtime, filled, instruction
 
 
 @instruction
 class Report(Instruction, frozen=True, kw_only=True):
-    """Report the scalar in ``slot`` as ``name`` (``loss`` or ``weight``) of global microbatch ``microbatch``, or as ``grad_norm`` of
-    the step (``microbatch`` 0).
+    """Report the scalar in ``slot`` as ``name`` (``loss`` or ``weight``) of global microbatch
+    ``microbatch``, or as ``grad_norm`` of the step (``microbatch`` 0).
     """
 
     name: str
@@ -24,9 +24,7 @@ class Report(Instruction, frozen=True, kw_only=True):
         name, slot, microbatch = self.name, self.slot, self.microbatch
 
         def run() -> None:
-            value = slots[slot]
-            assert value is not None
-            context.report(name, microbatch, value)
+            context.report(name, microbatch, filled(slots[slot]))
 
         return run
 

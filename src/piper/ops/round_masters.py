@@ -9,7 +9,7 @@ from piper.ops.base import (
     LocalWork,
     Runtime,
     Site,
-    Tensor,
+    filled,
     instruction,
     work,
 )
@@ -17,7 +17,9 @@ from piper.ops.base import (
 
 @work
 class RoundMasters(LocalWork, frozen=True):
-    """Overwrite the parameters ``names`` by their master copies, one whole one per name, rounded to the parameters' element type."""
+    """Overwrite the parameters ``names`` by their master copies, one whole one per name, rounded to
+    the parameters' element type.
+    """
 
     names: tuple[str, ...]
 
@@ -49,15 +51,10 @@ class StoreRounded(Instruction, frozen=True, kw_only=True):
 
         def run() -> None:
             for parameter, master in pairs:
-                device.copy_(_full(slots[parameter]), _full(slots[master]))
+                device.copy_(filled(slots[parameter]), filled(slots[master]))
 
         return run
 
     def describe(self) -> str:
         stored = (f"%{p} = %{m}" for p, m in zip(self.parameters, self.masters, strict=True))
         return f"store_rounded {', '.join(stored)}"
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "read of an empty slot: the verifier should have refused this plan"
-    return tensor

@@ -3,15 +3,16 @@
 from collections.abc import Callable
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, Tensor, Work, instruction, work
+from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
 
 
 @work
 class Update(Work, frozen=True):
-    """Inputs: one gradient per name of ``parameters``; then, if ``scaled``, the scalar that all are divided by; then, if there is a
-    ``max_norm`` to which they are clipped, the norm of all parameters' gradients; then, if ``sharded``, the device's slice of each parameter,
-    which is what is updated. Outputs: the updated slices, if ``sharded``. With ``only_finite`` the norm is an input in any case, and nothing
-    changes unless it is finite.
+    """Inputs: one gradient per name of ``parameters``; then, if ``scaled``, the scalar that all are
+    divided by; then, if there is a ``max_norm`` to which they are clipped, the norm of all
+    parameters' gradients; then, if ``sharded``, the device's slice of each parameter, which is what
+    is updated. Outputs: the updated slices, if ``sharded``. With ``only_finite`` the norm is an
+    input in any case, and nothing changes unless it is finite.
     """
 
     parameters: tuple[str, ...]
@@ -31,8 +32,9 @@ class Update(Work, frozen=True):
 
 @instruction
 class OptimizerStep(Instruction, frozen=True, kw_only=True):
-    """Update the named parameters (whose slots are ``parameters``) from ``gradients``, each divided by ``scale`` and then clipped to
-    ``max_norm``, ``grad_norm`` being that of all. With ``only_finite`` do nothing unless that is finite.
+    """Update the named parameters (whose slots are ``parameters``) from ``gradients``, each divided
+    by ``scale`` and then clipped to ``max_norm``, ``grad_norm`` being that of all. With
+    ``only_finite`` do nothing unless that is finite.
     """
 
     names: tuple[str, ...]
@@ -59,11 +61,7 @@ class OptimizerStep(Instruction, frozen=True, kw_only=True):
         only_finite = self.only_finite
 
         def run() -> None:
-            gradients: dict[str, Tensor] = {}
-            for name, slot in pairs:
-                gradient = slots[slot]
-                assert gradient is not None
-                gradients[name] = gradient
+            gradients = {name: filled(slots[slot]) for name, slot in pairs}
             divisor = None if scale is None else slots[scale]
             measured = None if norm is None else slots[norm]
             state.update(gradients, divisor, measured, max_norm, only_finite=only_finite)

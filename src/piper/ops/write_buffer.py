@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, Work, instruction, work
+from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
 
 
 @work
 class StoreBuffer(Work, frozen=True):
-    """The one input becomes the value of the buffer ``name``; if it is the sum of ``replicas`` values, each the buffer's old value and a
-    change, the buffer's changes are added up.
+    """The one input becomes the value of the buffer ``name``; if it is the sum of ``replicas``
+    values, each the buffer's old value and a change, the buffer's changes are added up.
     """
 
     name: str
@@ -21,7 +21,9 @@ class StoreBuffer(Work, frozen=True):
 
 @instruction
 class WriteBuffer(Instruction, frozen=True, kw_only=True):
-    """Store ``value``, less ``replicas - 1`` times what the buffer was, in the buffer ``name``, whose slot is ``buffer``."""
+    """Store ``value``, less ``replicas - 1`` times what the buffer was, in the buffer ``name``,
+    whose slot is ``buffer``.
+    """
 
     name: str
     buffer: Slot
@@ -39,9 +41,7 @@ class WriteBuffer(Instruction, frozen=True, kw_only=True):
         name, value, replicas = self.name, self.value, self.replicas
 
         def run() -> None:
-            tensor = slots[value]
-            assert tensor is not None
-            state.write_buffer(name, tensor, replicas)
+            state.write_buffer(name, filled(slots[value]), replicas)
 
         return run
 

@@ -1,9 +1,11 @@
-"""Which contributions a chunk adds to their totals itself, each as soon as it is made, instead of keeping all of them to its end.
+"""Which contributions a chunk adds to their totals itself, each as soon as it is made, instead of
+keeping all of them to its end.
 
-A plan says that a chunk makes contributions, and that an ``Accumulate`` adds them later. Where that can happen within the chunk, it
-does, as autograd does it: then one contribution at a time is alive, not one per parameter of the chunk. The result is the
-same, since between the two nothing touches the total or the contributions; so what holds for the plan (see ``piper.verify``) holds
-for what is executed.
+A plan says that a chunk makes contributions, and that an ``Accumulate`` adds them later. Where that
+can happen within the chunk, it does, as autograd does it: then one contribution at a time is alive,
+not one per parameter of the chunk. The result is the same, since between the two nothing touches
+the total or the contributions; so what holds for the plan (see ``piper.verify``) holds for what is
+executed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +23,14 @@ Added: TypeAlias = Mapping[Slot, Slot]
 
 
 def added_within(instructions: Sequence[Instruction]) -> Mapping[int, Added]:
-    """For each chunk of a device's program (by position) that adds contributions itself: these; the same for the ``Accumulate`` that has nothing
-    to add for them any more, and for what frees their slots, which are never filled.
+    """For each chunk of a device's program (by position) that adds contributions itself: these; the
+    same for the ``Accumulate`` that has nothing to add for them any more, and for what frees their
+    slots, which are never filled.
 
-    That is so for a contribution which is added in place, on the chunk's stream, and freed right after it, if only that stream has touched
-    it and what it is added to, and nothing does in between: then no wait in between concerns them. Nor if the device sends
-    something in between: a send must not wait for additions.
+    That is so for a contribution which is added in place, on the chunk's stream, and freed right
+    after it, if only that stream has touched it and what it is added to, and nothing does in
+    between: then no wait in between concerns them. Nor if the device sends something in between: a
+    send must not wait for additions.
     """
     found: dict[int, Added] = {}
     touched: dict[Stream, set[Slot]] = {}  # so far
@@ -52,7 +56,9 @@ def _slots(instruction: Instruction) -> tuple[Slot, ...]:
 
 
 def _following(instructions: Sequence[Instruction], number: int) -> int | None:
-    """The position of the ``Accumulate`` for what chunk *number* makes, unless a send comes first."""
+    """The position of the ``Accumulate`` for what chunk *number* makes, unless a send comes
+    first.
+    """
     chunk = instructions[number]
     for position in range(number + 1, len(instructions)):
         following = instructions[position]
@@ -64,7 +70,9 @@ def _following(instructions: Sequence[Instruction], number: int) -> int | None:
 
 
 def _added(instructions: Sequence[Instruction], number: int, at: int) -> dict[Slot, Slot]:
-    """Contributions that ``Accumulate`` *at* adds in place and that, like what they are added to, nothing touches since chunk *number*."""
+    """Contributions that ``Accumulate`` *at* adds in place and that, like what they are added to,
+    nothing touches since chunk *number*.
+    """
     chunk, addition = instructions[number], instructions[at]
     assert isinstance(chunk, Compute)
     assert isinstance(addition, Accumulate)

@@ -1,7 +1,8 @@
 """Plans and DAGs as JSON: a manifest and one file per device. Equal plans give equal bytes.
 
-A field typed as a base class (``Work``, ``Instruction``) is decoded as the union of the registered subclasses, so a new operation needs
-no change here. Unknown fields and other versions are errors that name their path.
+A field typed as a base class (``Work``, ``Instruction``) is decoded as the union of the registered
+subclasses, so a new operation needs no change here. Unknown fields and other versions are errors
+that name their path.
 """
 
 from collections.abc import Mapping
@@ -141,7 +142,9 @@ def encode_plan(plan: Plan) -> Mapping[str, bytes]:
 
 
 def decode_plan(files: Mapping[str, bytes]) -> Plan:
-    """The plan of :func:`encode_plan`'s files. Raises :class:`PlanError` if a file is missing or malformed."""
+    """The plan of :func:`encode_plan`'s files. Raises :class:`PlanError` if a file is missing or
+    malformed.
+    """
     manifest = _decode_file(_file(files, "manifest.json"), _Manifest, "manifest.json")
     devices: list[DevicePlan] = []
     for number in range(manifest.num_devices):
@@ -222,7 +225,9 @@ def _plain(node: _Chunk | _Comm) -> Chunk | Comm:
 
 
 def _decode_file(data: bytes, cls: type[T], name: str) -> T:
-    """Like :func:`_decode`, for a file that says its format version: another version is refused as such."""
+    """Like :func:`_decode`, for a file that says its format version: another version is refused as
+    such.
+    """
     found = _decode(data, _Version, name).version
     if found != VERSION:
         raise PlanError(

@@ -1,15 +1,17 @@
 """The memory that a device uses during a step, whether foretold from the plan or measured.
 
-What counts: the *storages* (allocations; tensors that share one count once) that are alive between two instructions, by what
-they are for. Not what a chunk, a collective or the optimizer allocates and gives back within one instruction, and not the
-batch, which is the data loader's, nor views of it.
+What counts: the *storages* (allocations; tensors that share one count once) that are alive between
+two instructions, by what they are for. Not what a chunk, a collective or the optimizer allocates
+and gives back within one instruction, and not the batch, which is the data loader's, nor views of
+it.
 
-Communication is counted until the device waits for it, the latest that it can take, with one exception: a message that is
-being sent is a copy, and counts until the next one is issued on the same stream, since devices give up what has been
-delivered when they send again, and often nothing ever waits for it.
+Communication is counted until the device waits for it, the latest that it can take, with one
+exception: a message that is being sent is a copy, and counts until the next one is issued on the
+same stream, since devices give up what has been delivered when they send again, and often nothing
+ever waits for it.
 
-What was put aside in the host's memory is apart: it is listed, in the category of that name, but not part of what is alive
-on the device. It counts until the device waits for the copy back.
+What was put aside in the host's memory is apart: it is listed, in the category of that name, but
+not part of what is alive on the device. It counts until the device waits for the copy back.
 """
 
 from collections.abc import Mapping
@@ -21,7 +23,9 @@ from piper.ir.dag import STATE, Role
 
 
 class Category(StrEnum):
-    """What memory is for. What serves several purposes counts for the first of them, in this order."""
+    """What memory is for. What serves several purposes counts for the first of them, in this
+    order.
+    """
 
     COMMUNICATION = "communication"  # in flight: messages, posted receives, flat buckets
     PARAMETERS = "parameters"
@@ -48,7 +52,9 @@ CATEGORY_OF_ROLE: Mapping[Role, Category] = {
     Role.NORM: Category.GRADIENTS,
     Role.HOST: Category.HOST,
 }
-"""Where a slot's memory counts; roles that are not listed are activations, or state like buffers."""
+"""Where a slot's memory counts; roles that are not listed are activations, or state like
+buffers.
+"""
 
 
 def category_of(role: Role) -> Category:
@@ -66,9 +72,10 @@ def is_state(role: Role) -> bool:
 class DeviceMemory:
     """Bytes on one device.
 
-    ``peak`` is the most that is alive after any instruction, ``position`` the first instruction (its index in the device's
-    plan) after which that is so, ``by_category`` what it consists of, and what is in the host's memory then. ``highest`` is each
-    category's own peak, wherever that is. ``curve`` has the bytes after every instruction, ``curves`` the same by category.
+    ``peak`` is the most that is alive after any instruction, ``position`` the first instruction
+    (its index in the device's plan) after which that is so, ``by_category`` what it consists of,
+    and what is in the host's memory then. ``highest`` is each category's own peak, wherever that
+    is. ``curve`` has the bytes after every instruction, ``curves`` the same by category.
     """
 
     device: DeviceId
@@ -92,7 +99,9 @@ class Recorder:
         self._curves: dict[Category, list[int]] = {category: [] for category in Category}
 
     def add(self, position: int, found: Mapping[Category, int]) -> None:
-        """*found* is alive after instruction *position*; instructions that are skipped changed nothing."""
+        """*found* is alive after instruction *position*; instructions that are skipped changed
+        nothing.
+        """
         total = sum(found.values()) - found.get(Category.HOST, 0)
         missing = position - len(self._curve)
         if missing > 0:

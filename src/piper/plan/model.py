@@ -1,7 +1,7 @@
 """The plan: for each device, the instructions of one training step, in issue order.
 
-A plan carries the final training DAG that it implements, so that the verifier can hold one against the
-other, and everything that a worker needs to know about the batch and the model state.
+A plan carries the final training DAG that it implements, so that the verifier can hold one against
+the other, and everything that a worker needs to know about the batch and the model state.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,14 @@ VERSION = 1
 
 
 class SlotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One entry of a device's value table: the DAG value that it holds, and its bound shape and type.
+    """One entry of a device's value table: the DAG value that it holds, and its bound shape and
+    type.
 
-    Slots with role PARAMETER, SHARD, BUFFER, KEPT, SEED and SCALE are filled before the step and never freed (the plan's *state* slots);
-    ``name`` is the parameter's or buffer's. All others start empty and end empty. ``shard`` is, for role SHARD, which of
-    how many slices the slot holds; ``experts``, for a parameter (or slice of one) of which the device holds a part of the experts, which of
-    how many parts.
+    Slots with role PARAMETER, SHARD, BUFFER, KEPT, SEED and SCALE are filled before the step and
+    never freed (the plan's *state* slots); ``name`` is the parameter's or buffer's. All others
+    start empty and end empty. ``shard`` is, for role SHARD, which of how many slices the slot
+    holds; ``experts``, for a parameter (or slice of one) of which the device holds a part of the
+    experts, which of how many parts.
     """
 
     value: ValueId
@@ -53,13 +55,15 @@ class CommunicatorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Plan:
     """One training step on ``num_devices`` devices.
 
-    ``bindings`` gives each symbol its size. A global batch has ``num_replicas * num_microbatches * microbatch_size`` rows; replica r's microbatch m
-    is global microbatch ``r * num_microbatches + m``. ``seed_value`` is the gradient of the step's loss with respect to
-    one microbatch's loss (1 for a weighted loss, whose gradients are divided by the total weight before the update).
+    ``bindings`` gives each symbol its size. A global batch has ``num_replicas * num_microbatches *
+    microbatch_size`` rows; replica r's microbatch m is global microbatch ``r * num_microbatches +
+    m``. ``seed_value`` is the gradient of the step's loss with respect to one microbatch's loss (1
+    for a weighted loss, whose gradients are divided by the total weight before the update).
 
-    A *folded* plan has a program for one device of each of ``roles`` only, the first; the role's other devices do the same with device
-    numbers, replicas and slices renamed (see :mod:`piper.plan.roles`), and have an empty program here. It can be verified and simulated, not run. A plan that
-    is not folded has no roles.
+    A *folded* plan has a program for one device of each of ``roles`` only, the first; the role's
+    other devices do the same with device numbers, replicas and slices renamed (see
+    :mod:`piper.plan.roles`), and have an empty program here. It can be verified and simulated, not
+    run. A plan that is not folded has no roles.
     """
 
     num_devices: int

@@ -9,7 +9,9 @@ from piper.plan.model import DevicePlan, Plan
 
 
 def dag_text(dag: Dag) -> str:
-    """One line per node: id, label, devices, inputs → outputs; then the order edges and overlap groups that directives stated."""
+    """One line per node: id, label, devices, inputs → outputs; then the order edges and overlap
+    groups that directives stated.
+    """
     lines = [
         f"{node.id:>4} {node.label:<32} @{_devices(node)} "
         f"({', '.join(map(str, node.inputs))}) -> ({', '.join(map(str, node.outputs))})"
@@ -21,7 +23,9 @@ def dag_text(dag: Dag) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """Every device's program, one line per instruction: number, stream, event, what it does, node, the number of its overlap group."""
+    """Every device's program, one line per instruction: number, stream, event, what it does, node,
+    the number of its overlap group.
+    """
     return "\n".join("\n".join(_device_lines(plan, device)) for device in plan.devices) + "\n"
 
 
@@ -38,8 +42,8 @@ def _device_lines(plan: Plan, device: DevicePlan) -> Iterator[str]:
 
 
 def overlap_text(plan: Plan) -> str:
-    """How each device interleaves the chunks of each overlap group, and in brackets what it communicates meanwhile; one line per device and
-    group. Empty if no order asks for overlap.
+    """How each device interleaves the chunks of each overlap group, and in brackets what it
+    communicates meanwhile; one line per device and group. Empty if no order asks for overlap.
     """
     lines: list[str] = []
     for device in plan.devices:

@@ -1,12 +1,13 @@
-"""How much work a chunk body is: floating-point operations, bytes of memory traffic, operator calls."""
+"""How much work a chunk body is: floating-point operations, bytes of memory traffic, operator
+calls.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from piper.dtypes import DType
-from piper.ir.body import Body, Call, Ref, TensorSpec, call_refs
-from piper.ir.storages import GETITEM
+from piper.ir.body import GETITEM, Body, Call, Ref, TensorSpec, call_refs
 from piper.ir.views import VIEWS
 from piper.ops.base import Instruction
 from piper.plan.model import DevicePlan
@@ -14,7 +15,9 @@ from piper.plan.model import DevicePlan
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """One operator call: floating-point operations, bytes that it reads and writes, element type of what it computes with."""
+    """One operator call: floating-point operations, bytes that it reads and writes, element type of
+    what it computes with.
+    """
 
     flops: float
     nbytes: int
@@ -64,8 +67,9 @@ def body_work(body: Body, bindings: Mapping[str, int]) -> BodyWork:
 def call_flops(
     call: Call, specs: Sequence[TensorSpec | None], bindings: Mapping[str, int]
 ) -> float:
-    """2·m·n·k for products; 4·b·h·s·s·d for attention (10 where it goes backward); 2·(elements out)·(weights per output channel)
-    for a convolution, twice that backward; 0 for the rest. ``specs`` are those of the references before the call.
+    """2·m·n·k for products; 4·b·h·s·s·d for attention (10 where it goes backward); 2·(elements
+    out)·(weights per output channel) for a convolution, twice that backward; 0 for the rest.
+    ``specs`` are those of the references before the call.
     """
     result = call.results[0] if call.results else None
     if result is None:

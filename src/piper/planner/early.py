@@ -1,5 +1,6 @@
-"""Communication that starts before it is needed: receives, so that no sender waits and both directions of a link flow
-at once; gathers of parameters and fetches of what was put aside, so that they hide behind earlier compute.
+"""Communication that starts before it is needed: receives, so that no sender waits and both
+directions of a link flow at once; gathers of parameters and fetches of what was put aside, so that
+they hide behind earlier compute.
 """
 
 from collections import deque
@@ -37,9 +38,10 @@ class _Expected:
 
 
 class Early:
-    """Starts one device's communications of one kind in the order in which they are needed, as early as ``limit`` bytes
-    of started but not yet needed ones allow (always at least the one that is needed now). The limit ``None`` is as much as the one
-    chunk that needs the most needs: the next one's come while the one before uses its own.
+    """Starts one device's communications of one kind in the order in which they are needed, as
+    early as ``limit`` bytes of started but not yet needed ones allow (always at least the one that
+    is needed now). The limit ``None`` is as much as the one chunk that needs the most needs: the
+    next one's come while the one before uses its own.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -63,8 +65,9 @@ class Early:
         needs: tuple[ValueId, ...] = (),
         since: int = 0,
     ) -> None:
-        """Announce a communication that makes *nbytes* here for *chunk*; the announcements come in order of need, repeated ones
-        do not count. It cannot start before the values *needs* are on the device, and need not before *since* chunks were issued.
+        """Announce a communication that makes *nbytes* here for *chunk*; the announcements come in
+        order of need, repeated ones do not count. It cannot start before the values *needs* are on
+        the device, and need not before *since* chunks were issued.
         """
         if comm.id not in self._known:
             self._known.add(comm.id)
@@ -90,7 +93,9 @@ class Early:
             self._start(program)
 
     def require(self, node: NodeId, program: Program) -> None:
-        """*node* is needed from here on: start it if it is not started yet; it no longer counts as early."""
+        """*node* is needed from here on: start it if it is not started yet; it no longer counts as
+        early.
+        """
         while node not in self._started and self._expected:
             self._start(program)
         self._outstanding -= self._started[node]

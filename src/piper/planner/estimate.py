@@ -1,7 +1,8 @@
-"""Durations of nodes, for choosing an order: rough ones before anything was measured, or those of given costs.
+"""Durations of nodes, for choosing an order: rough ones before anything was measured, or those of
+given costs.
 
-Only ratios matter. Roughly, chunks: floating-point operations of their matrix products, plus the bytes that the other
-calls touch; communication: latency plus bytes over bandwidth.
+Only ratios matter. Roughly, chunks: floating-point operations of their matrix products, plus the
+bytes that the other calls touch; communication: latency plus bytes over bandwidth.
 """
 
 from collections.abc import Mapping

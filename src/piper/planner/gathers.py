@@ -14,9 +14,10 @@ from piper.ops.compute import Call
 def share_gathers(dag: Dag, order: Sequence[NodeId]) -> Dag:
     """*dag* without the gathers of what is there already.
 
-    What one chunk has gathered is there, for the chunks after it on the same devices, until one of them needs a bucket that
-    is not: a chunk that needs only some of the buckets, or none, ends nothing. A gathered value then lives from the first of the chunks
-    that share it to the last; beyond what they need themselves, no more is alive than one chunk's buckets.
+    What one chunk has gathered is there, for the chunks after it on the same devices, until one of
+    them needs a bucket that is not: a chunk that needs only some of the buckets, or none, ends
+    nothing. A gathered value then lives from the first of the chunks that share it to the last;
+    beyond what they need themselves, no more is alive than one chunk's buckets.
     """
     gathers = {
         value: node

@@ -1,4 +1,6 @@
-"""The program of one device: instructions in issue order, waits between streams, frees after last uses."""
+"""The program of one device: instructions in issue order, waits between streams, frees after last
+uses.
+"""
 
 from collections.abc import Container, Iterable, Sequence
 
@@ -16,10 +18,11 @@ from piper.plan.model import DevicePlan, SlotInfo
 class Program:
     """Builds a :class:`DevicePlan`.
 
-    ``uses`` says how often each value will be read on this device; reading a value for the last time frees it. A free runs on the
-    stream of the last reader, after the other streams' readers. Where one of those was issued only just now (a value sent to two
-    devices), waiting for it would hold up the device: such a free is put off until the next chunk is done and has
-    sent its results.
+    ``uses`` says how often each value will be read on this device; reading a value for the last
+    time frees it. A free runs on the stream of the last reader, after the other streams' readers.
+    Where one of those was issued only just now (a value sent to two devices), waiting for it would
+    hold up the device: such a free is put off until the next chunk is done and has sent its
+    results.
     """
 
     def __init__(self, device: DeviceId, uses: dict[ValueId, int]) -> None:
@@ -39,8 +42,8 @@ class Program:
         self._last_chunks = (-1, -1)  # positions of the last chunk but one, and of the last
 
     def is_last_use(self, slot: Slot) -> bool:
-        """Whether one read of *slot* is left, and the reads before are over as far as *COMPUTE* knows: it may be emptied by the
-        next instruction there without holding up the device.
+        """Whether one read of *slot* is left, and the reads before are over as far as *COMPUTE*
+        knows: it may be emptied by the next instruction there without holding up the device.
         """
         return self._uses[self._slots[slot].value] == 1 and not self._just_issued(slot, COMPUTE)
 
@@ -63,14 +66,18 @@ class Program:
         shard: tuple[int, int] | None = None,
         experts: tuple[int, int] | None = None,
     ) -> Slot:
-        """A new slot for *value*; *shard* says which of how many slices of a parameter, *experts* which of how many parts of its experts."""
+        """A new slot for *value*; *shard* says which of how many slices of a parameter, *experts*
+        which of how many parts of its experts.
+        """
         slot = Slot(len(self._slots))
         self._slots.append(SlotInfo(value.id, value.role, value.name, message, shard, experts))
         self._slot_of[value.id] = slot
         return slot
 
     def alias(self, value: ValueId, slot: Slot) -> None:
-        """Let *value* be another name of *slot*: its reads take the place of one read of the slot's own value."""
+        """Let *value* be another name of *slot*: its reads take the place of one read of the slot's
+        own value.
+        """
         self._slot_of[value] = slot
         self._uses[self._slots[slot].value] += self._uses[value] - 1
 
@@ -79,8 +86,9 @@ class Program:
         self._slot_of[value] = slot
 
     def emit(self, instruction: Instruction, *, consume: Iterable[Slot] = ()) -> None:
-        """Append *instruction*, after waits for what it reads and overwrites; free the slots of *consume* (a slot
-        counts once for each time that it occurs) that were used for the last time.
+        """Append *instruction*, after waits for what it reads and overwrites; free the slots of
+        *consume* (a slot counts once for each time that it occurs) that were used for the last
+        time.
         """
         if isinstance(instruction, Compute):
             self._settle()
@@ -109,8 +117,9 @@ class Program:
         self._wait_for_writers(stream, slots)
 
     def release_late(self, slots: Iterable[Slot]) -> None:
-        """What was just issued reads *slots* and has to be waited for before they are given up: if it was their last reader, they are
-        freed before the next chunk but one, on the stream that computes.
+        """What was just issued reads *slots* and has to be waited for before they are given up: if
+        it was their last reader, they are freed before the next chunk but one, on the stream that
+        computes.
         """
         for slot in slots:
             info = self._slots[slot]
@@ -163,7 +172,9 @@ class Program:
                     self._wait_for(stream, index)
 
     def _wait_for(self, stream: Stream, index: int) -> None:
-        """Let *stream* wait for instruction *index* of another stream, unless it has waited for a later one there."""
+        """Let *stream* wait for instruction *index* of another stream, unless it has waited for a
+        later one there.
+        """
         key = (stream, self._streams[index])
         if self._waited.get(key, -1) >= index:
             return
@@ -198,7 +209,9 @@ class Program:
         self._settled, self._put_off = self._put_off, {}
 
     def _just_issued(self, slot: Slot, stream: Stream) -> bool:
-        """Whether another stream's reader of *slot*, issued since the last chunk but one, may still be under way."""
+        """Whether another stream's reader of *slot*, issued since the last chunk but one, may still
+        be under way.
+        """
         readers = self._readers.get(slot, {})
         if len(readers) < 2:
             return False

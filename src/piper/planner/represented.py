@@ -10,7 +10,9 @@ Members: TypeAlias = tuple[tuple[int, DeviceId], ...]
 
 
 class Represented:
-    """The devices that get a program, among the members of groups; remembered by group, of which there are few."""
+    """The devices that get a program, among the members of groups; remembered by group, of which
+    there are few.
+    """
 
     def __init__(self, devices: frozenset[DeviceId] | None) -> None:
         self._devices = devices

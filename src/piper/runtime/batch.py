@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 
+from piper.devices.tensors import dtype_name
 from piper.errors import BatchError
 from piper.ir.dag import BatchLeaf
 
@@ -105,7 +106,9 @@ def signature_of(leaves: Mapping[str, object]) -> Signature:
 
 
 def digest(leaves: Mapping[str, object]) -> int:
-    """32 bits that differ, with near certainty, between batches of different content: a checksum of samples of every tensor."""
+    """32 bits that differ, with near certainty, between batches of different content: a checksum of
+    samples of every tensor.
+    """
     found = 0
     for name in sorted(leaves):
         leaf = leaves[name]
@@ -118,7 +121,7 @@ def digest(leaves: Mapping[str, object]) -> int:
 
 def _leaf_signature(name: str, leaf: object) -> LeafSignature:
     if isinstance(leaf, torch.Tensor):
-        return LeafSignature(name, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+        return LeafSignature(name, dtype_name(leaf.dtype), tuple(leaf.shape))
     kind = type(leaf).__name__
     if not isinstance(leaf, Hashable):
         raise BatchError(

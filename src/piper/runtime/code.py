@@ -28,8 +28,6 @@ AddingCode: TypeAlias = Callable[
 ]
 """``(inputs, random key, totals) -> outputs``: see :func:`adding_function`."""
 
-GETITEM = "operator.getitem"
-
 
 def chunk_function(body: ir.Body, bindings: Mapping[str, int], device: torch.device) -> ChunkCode:
     """The code of *body* with every symbol bound, for tensors on *device*. Cached.
@@ -43,8 +41,9 @@ def chunk_function(body: ir.Body, bindings: Mapping[str, int], device: torch.dev
 def adding_function(
     body: ir.Body, bindings: Mapping[str, int], device: torch.device, added: tuple[int, ...]
 ) -> AddingCode:
-    """Like :func:`chunk_function`, but the outputs at the positions *added* are not returned: each is added to its own of as many *totals*, in
-    place, as soon as it is made, and given up after its last use.
+    """Like :func:`chunk_function`, but the outputs at the positions *added* are not returned: each
+    is added to its own of as many *totals*, in place, as soon as it is made, and given up after its
+    last use.
     """
     return _compiled(body, tuple(sorted(bindings.items())), device, added)
 
@@ -79,7 +78,7 @@ def resolve(target: str) -> Callable[..., object]:
 
     Raises :class:`PlanError` when there is none.
     """
-    if target == GETITEM:
+    if target == ir.GETITEM:
         return operator.getitem
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.rpartition(".")
@@ -95,7 +94,9 @@ def resolve(target: str) -> Callable[..., object]:
 
 
 class _Writer:
-    """Writes one body; ``constants`` are the names that its text refers to. The outputs at the positions *added* are added to totals."""
+    """Writes one body; ``constants`` are the names that its text refers to. The outputs at the
+    positions *added* are added to totals.
+    """
 
     def __init__(
         self,
@@ -146,8 +147,8 @@ class _Writer:
         return [f"    totals[{total}].add_(v{ref})" for total in self._totals.get(ref, ())]
 
     def _last_uses(self) -> dict[int, int]:
-        """For every reference that an output needs: the position of the call that reads it last (of one that is only added to a total, and
-        that no call reads, its own).
+        """For every reference that an output needs: the position of the call that reads it last (of
+        one that is only added to a total, and that no call reads, its own).
         """
         count, calls = len(self._body.inputs), self._body.calls
         last = dict.fromkeys((*self._kept, *(r for r in self._totals if r < count)), len(calls))
@@ -162,7 +163,7 @@ class _Writer:
 
     def _call(self, call: ir.Call) -> str:
         arguments = [self._argument(arg) for arg in call.args]
-        if call.target == GETITEM:
+        if call.target == ir.GETITEM:
             return f"{arguments[0]}[{arguments[1]}]"
         arguments += [f"{name}={self._argument(arg)}" for name, arg in call.kwargs]
         function = self._function(call)

@@ -1,9 +1,10 @@
 """Bodies as compiled code.
 
-A body is cut at its random calls (:mod:`piper.runtime.pieces`): those draw from explicit generators, as in
-code that is not compiled, bit for bit. What lies between is compiled when it is first called with inputs of
-a layout (see :mod:`piper.runtime.warm_up`). Compiled code returns what the plan was verified for: the strides, and no more
-shared memory, than the operators have when they are called one by one.
+A body is cut at its random calls (:mod:`piper.runtime.pieces`): those draw from explicit
+generators, as in code that is not compiled, bit for bit. What lies between is compiled when it is
+first called with inputs of a layout (see :mod:`piper.runtime.warm_up`). Compiled code returns what
+the plan was verified for: the strides, and no more shared memory, than the operators have when they
+are called one by one.
 """
 
 import threading
@@ -27,7 +28,9 @@ Layout: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Compilation(StrEnum):
-    """Whether chunks are compiled, and what happens to one that cannot be: an error, or it runs as it is."""
+    """Whether chunks are compiled, and what happens to one that cannot be: an error, or it runs as
+    it is.
+    """
 
     OFF = "off"
     ON = "on"
@@ -42,11 +45,11 @@ def compiled_function(
     *,
     fallback: bool = False,
 ) -> ChunkCode:
-    """Like :func:`~piper.runtime.code.chunk_function`, compiled when first called. Cached: one body is compiled once in a
-    process, and *name*, for errors, is that of the chunk that came first.
+    """Like :func:`~piper.runtime.code.chunk_function`, compiled when first called. Cached: one body
+    is compiled once in a process, and *name*, for errors, is that of the chunk that came first.
 
-    The function raises :class:`~piper.errors.CompileError` where a piece cannot be compiled; with *fallback* that piece
-    runs uncompiled, with a warning.
+    The function raises :class:`~piper.errors.CompileError` where a piece cannot be compiled; with
+    *fallback* that piece runs uncompiled, with a warning.
     """
     code = _of_body(body, tuple(sorted(bindings.items())), device, fallback=fallback)
     code.name = code.name or name
@@ -150,7 +153,8 @@ class _CompiledPiece:
 def _as_verified(
     code: _Code, inputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 ) -> _Code:
-    """*code*, its results given the strides of those *expected*, and memory of their own where those have it.
+    """*code*, its results given the strides of those *expected*, and memory of their own where
+    those have it.
 
     Both are properties of the code, so trying it once on *inputs* tells.
     """

@@ -1,8 +1,8 @@
 """Does an optimizer treat every element by itself? Known for torch's own, tried out for any other.
 
-A device updates the slices and the parameters that it holds, with an optimizer that sees nothing else. That equals
-one optimizer over the whole model only if no parameter's update depends on another parameter, and, where parameters are
-sharded, no element's on another element.
+A device updates the slices and the parameters that it holds, with an optimizer that sees nothing
+else. That equals one optimizer over the whole model only if no parameter's update depends on
+another parameter, and, where parameters are sharded, no element's on another element.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,13 +12,8 @@ from torch.optim import Optimizer
 
 from piper.errors import ConfigError
 from piper.ir.dag import Parameter
-from piper.runtime.state import (
-    OptimizerSpec,
-    Slice,
-    build_optimizer,
-    group_parameters,
-    merge_slices,
-)
+from piper.runtime.optimizer import OptimizerSpec, build_optimizer, group_parameters
+from piper.runtime.slices import Slice, merge_slices
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -35,8 +30,9 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.SGD,
     }
 )
-"""Optimizers whose update of an element depends on that element's gradient and history alone, whatever their options. A
-subclass may do anything."""
+"""Optimizers whose update of an element depends on that element's gradient and history alone,
+whatever their options. A subclass may do anything.
+"""
 
 STEPS = 12
 """More than the ten steps after which preconditioners are commonly first computed."""
@@ -52,11 +48,11 @@ Tensors = Mapping[str, torch.Tensor]
 def check_optimizer(
     spec: OptimizerSpec, model: Mapping[str, Parameter], sharded: Collection[str], num_devices: int
 ) -> None:
-    """Raise :class:`ConfigError` unless the optimizer serves parameters of *model* that are spread over *num_devices*
-    devices, those named by *sharded* in slices.
+    """Raise :class:`ConfigError` unless the optimizer serves parameters of *model* that are spread
+    over *num_devices* devices, those named by *sharded* in slices.
 
-    An optimizer that is not known is tried on small tensors with random gradients: all together, each parameter apart,
-    and in two halves. Its update must be the same.
+    An optimizer that is not known is tried on small tensors with random gradients: all together,
+    each parameter apart, and in two halves. Its update must be the same.
     """
     trained = [name for name, parameter in model.items() if parameter.requires_grad]
     if not trained or (num_devices == 1 and not sharded):
@@ -195,7 +191,9 @@ def _uneven(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(found: Tensors, expected: Tensors, start: Tensors) -> bool:
-    """Whether the updates since *start* are equal but for rounding; false where one is not a number."""
+    """Whether the updates since *start* are equal but for rounding; false where one is not a
+    number.
+    """
     for name, tensor in found.items():
         moved = (expected[name] - start[name]).abs().max()
         if not (tensor - expected[name]).abs().max() <= TOLERANCE * moved:

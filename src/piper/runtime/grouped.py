@@ -1,6 +1,7 @@
 """Grouped matrix products: rows sorted by group, and each group's matrix.
 
-Two operators of the namespace ``piper``, each the other's gradient. Importing the module registers them.
+Two operators of the namespace ``piper``, each the other's gradient. Importing the module registers
+them.
 """
 
 from typing import Protocol
@@ -100,16 +101,20 @@ _grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
 
 
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiply each row by the matrix of its group: ``rows[N, k]`` sorted by group, ``weights[G, k, m]``, ``counts[G]`` (int64, the rows of
-    each group) to ``[N, m]``. Rows behind the last group's, if there are any, become zeros. Differentiable.
+    """Multiply each row by the matrix of its group: ``rows[N, k]`` sorted by group, ``weights[G, k,
+    m]``, ``counts[G]`` (int64, the rows of each group) to ``[N, m]``. Rows behind the last group's,
+    if there are any, become zeros. Differentiable.
 
-    bfloat16 on a GPU uses torch's grouped kernel; everything else is a loop over groups, which works for every element type.
+    bfloat16 on a GPU uses torch's grouped kernel; everything else is a loop over groups, which
+    works for every element type.
     """
     out: torch.Tensor = torch.ops.piper.grouped_mm(rows, weights, counts)
     return out
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Per group, the product of ``left[N, k]`` transposed and ``right[N, m]``, rows sorted by group: ``[G, k, m]``. Differentiable."""
+    """Per group, the product of ``left[N, k]`` transposed and ``right[N, m]``, rows sorted by
+    group: ``[G, k, m]``. Differentiable.
+    """
     out: torch.Tensor = torch.ops.piper.grouped_outer(left, right, counts)
     return out

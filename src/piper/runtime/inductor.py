@@ -25,8 +25,8 @@ def compile_body(
 ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
     """*body*, which has no random call, as machine code for inputs of these shapes and strides.
 
-    Results are found in Inductor's cache on disk, if another process compiled the same before. Raises
-    :class:`~piper.errors.CompileError` with the compiler's reason.
+    Results are found in Inductor's cache on disk, if another process compiled the same before.
+    Raises :class:`~piper.errors.CompileError` with the compiler's reason.
     """
     graph, literals = _graph(body, bindings, device)
     compile_graph = _compiler()

@@ -1,8 +1,10 @@
-"""Measure the memory of a step: a worker that counts, after every instruction, the storages that are alive.
+"""Measure the memory of a step: a worker that counts, after every instruction, the storages that
+are alive.
 
-See :mod:`piper.plan.memory` for what counts. A dispatch mode sees every storage that an operator makes on the device's thread;
-slots, state and the communication in flight say what each is for. What the in-memory communicators copy for themselves
-does not count: other communicators have no such copies.
+See :mod:`piper.plan.memory` for what counts. A dispatch mode sees every storage that an operator
+makes on the device's thread; slots, state and the communication in flight say what each is for.
+What the in-memory communicators copy for themselves does not count: other communicators have no
+such copies.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,12 +26,15 @@ from piper.plan.memory import Category, DeviceMemory, Recorder, category_of
 from piper.plan.model import DevicePlan, Plan, SlotInfo
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Closure, Program
-from piper.runtime.state import ModelState, OptimizerSpec, ParamsArgument, Weights
-from piper.runtime.worker import CommunicatorFactory, Worker, _Loaded
+from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
+from piper.runtime.state import ModelState, Weights
+from piper.runtime.worker import CommunicatorFactory, Loaded, Worker
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """The storages of one device that are alive: those that operators made while it was entered, or that were shown to it."""
+    """The storages of one device that are alive: those that operators made while it was entered, or
+    that were shown to it.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -92,7 +97,9 @@ _PRIORITY = {category: i for i, category in enumerate(Category)}
 
 
 class _Held:
-    """A handle that keeps the buffers of its communication until it is waited for, as a transport does."""
+    """A handle that keeps the buffers of its communication until it is waited for, as a transport
+    does.
+    """
 
     def __init__(
         self,
@@ -119,14 +126,17 @@ class _Held:
         self._meter.flying.discard(self)
 
     def done(self) -> bool:
-        """Always for a message that was sent, never for all else, so that chance plays no part: the device gives up what
-        is done when it issues the next piece of work on its stream, and has to wait for all else.
+        """Always for a message that was sent, never for all else, so that chance plays no part: the
+        device gives up what is done when it issues the next piece of work on its stream, and has to
+        wait for all else.
         """
         return self._is_send
 
 
 class MeasuredCommunicator:
-    """Lets *inner* communicate, in copies that do not count. Implements :class:`~piper.ops.base.Communicator`."""
+    """Lets *inner* communicate, in copies that do not count. Implements
+    :class:`~piper.ops.base.Communicator`.
+    """
 
     def __init__(self, inner: Communicator, meter: Meter) -> None:
         self.rank, self.size = inner.rank, inner.size
@@ -314,7 +324,7 @@ class MeasuringWorker(Worker):
 
     def _program(
         self,
-        loaded: _Loaded,
+        loaded: Loaded,
         device: TorchDevice,
         state: ModelState,
         *,

@@ -8,8 +8,6 @@ import msgspec
 from piper.ir import body as ir
 from piper.ir.views import VIEWS
 
-GETITEM = "operator.getitem"
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -27,7 +25,7 @@ class Piece:
     def computes(self) -> bool:
         """Whether it does more than look at its inputs in another way."""
         return any(
-            call.target != GETITEM and call.target.rpartition(".")[0] not in VIEWS
+            call.target != ir.GETITEM and call.target.rpartition(".")[0] not in VIEWS
             for call in self.body.calls
         )
 
@@ -35,7 +33,8 @@ class Piece:
 def cut_at_random_calls(body: ir.Body) -> tuple[Piece, ...]:
     """*body* as pieces to be run in order: as few as there can be if random calls stand alone.
 
-    Calls that no output needs are left out. A result of several parts stays with what picks from it.
+    Calls that no output needs are left out. A result of several parts stays with what picks from
+    it.
     """
     wanted = _needed(body)
     phases: dict[int, list[int]] = {}
@@ -60,12 +59,14 @@ def _needed(body: ir.Body) -> set[int]:
 
 
 def _phases(body: ir.Body) -> list[int]:
-    """The phase of each call: even ones compute, odd ones draw. A call comes as early as its arguments allow."""
+    """The phase of each call: even ones compute, odd ones draw. A call comes as early as its
+    arguments allow.
+    """
     count, phases = len(body.inputs), list[int]()
     for call in body.calls:
         before = [phases[ref - count] for ref in ir.call_refs(call) if ref >= count]
         latest = max(before, default=0)
-        if call.target == GETITEM:
+        if call.target == ir.GETITEM:
             phases.append(latest)
         elif call.rng is None:
             phases.append(latest + latest % 2)

@@ -24,7 +24,9 @@ from piper.plan.profile import VERSION, Profile, Rate, chunk_key
 from piper.plan.work import touched_bytes
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Program
-from piper.runtime.state import ModelState, OptimizerSpec, Slice
+from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.slices import Slice
+from piper.runtime.state import ModelState
 
 LAUNCH = 1e-6
 """Seconds that the interpreter spends per instruction (see ``benchmarks/interpreter.py``)."""

@@ -5,25 +5,18 @@ State belongs to names, not to a plan: any number of plans may use it, and a sna
 layout.
 """
 
-import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
 from piper.devices.tensors import torch_dtype
-from piper.errors import ConfigError, StateError, nearest
-from piper.ir.body import TensorSpec
-from piper.ir.dag import Buffer, ElementTypes, Parameter, master_dtype
-from piper.ops.base import shard_length
-
-ParamsArgument: TypeAlias = list[torch.Tensor] | list[dict[str, object]]
-"""What torch's optimizers take first: parameters, or groups of them with options."""
-
-OptimizerFactory: TypeAlias = Callable[[ParamsArgument], Optimizer]
+from piper.errors import StateError
+from piper.ir.dag import ElementTypes, Parameter, master_dtype
+from piper.runtime.optimizer import STEP, OptimizerSpec, build_optimizer, per_element
+from piper.runtime.slices import Shard, Slice
+from piper.runtime.snapshot import OptimizerSnapshot, StateSnapshot, check_tensor
 
 Weights: TypeAlias = (
     Mapping[str, torch.Tensor] | Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
@@ -33,93 +26,15 @@ names.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Slice ``index`` of ``count`` equal runs of a tensor's flattened elements (the last ones may be short or empty). The only slice of a
-    tensor is the tensor itself, in its shape.
-
-    Where experts are sharded, ``experts`` says which of how many equal parts of dimension 0 is meant; the slice is one of that part, or,
-    with ``count`` 1, the part itself in its own shape.
-    """
-
-    index: int = 0
-    count: int = 1
-    experts: tuple[int, int] = (0, 1)
-
-    def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of the experts; a view of *tensor*."""
-        index, count = self.experts
-        return tensor if count == 1 else tensor.chunk(count)[index]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice, one-dimensional (unless it is a whole part of the experts), without padding; a view of *tensor* where possible."""
-        part = self.part(tensor)
-        if self.count == 1:
-            return part
-        length = shard_length(tuple(part.shape), self.count)
-        return part.reshape(-1)[self.index * length : (self.index + 1) * length]
-
-    def length(self, shape: tuple[int, ...]) -> int:
-        """Elements of each slice of a tensor of *shape*, padding included."""
-        first = shape[:1] if self.experts[1] == 1 else (shape[0] // self.experts[1],)
-        return shard_length((*first, *shape[1:]), self.count)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """How each worker makes its optimizer.
-
-    ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``: shell-style patterns
-    over parameter names (any alias of a tied parameter counts). Parameters that no pattern matches
-    form the last group, without options of their own. ``lr_schedule`` maps the step to a factor on
-    every group's learning rate. ``observe`` is shown the final gradients, by parameter name, before
-    each update.
-    """
-
-    build: OptimizerFactory
-    param_groups: tuple[Mapping[str, object], ...] | None = None
-    lr_schedule: Callable[[int], float] | None = None
-    observe: Callable[[Mapping[str, torch.Tensor], Mapping[str, Slice]], None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSnapshot:
-    """Optimizer state by parameter name, and each group's options (learning rates before the
-    schedule's factor).
-    """
-
-    state: Mapping[str, Mapping[str, object]]
-    groups: tuple[dict[str, object], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StateSnapshot:
-    """Parameters and buffers by their first names, and the optimizer's state. The mappings may read a file at each access.
-
-    In a device's part of a snapshot, ``shards`` has the slices that it holds, whose optimizer state is that of the slice.
-    """
-
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    optimizer: OptimizerSnapshot | None = None
-    shards: dict[str, "Shard"] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A slice of a parameter: which, and its elements, as :meth:`Slice.of` gives them."""
-
-    part: Slice
-    tensor: torch.Tensor
-
-
 class ModelState:
     """Parameters and buffers of one device; the tensors keep their identity for the state's life.
 
-    A device may hold a parameter whole, or a slice of it, or both; what the optimizer updates is the slice if there is one.
-    *parameters* are whole tensors in either case; *slices* says of which a slice is held, *whole* which are held whole. Under mixed precision
-    (*types*) slices, of which a master copy is one, are in the type in which parameters are updated; values of any floating-point type are
-    converted. *experts* says of which only a part of the experts is held ("whole" then means that part), as (index, count).
+    A device may hold a parameter whole, or a slice of it, or both; what the optimizer updates is
+    the slice if there is one. *parameters* are whole tensors in either case; *slices* says of which
+    a slice is held, *whole* which are held whole. Under mixed precision (*types*) slices, of which
+    a master copy is one, are in the type in which parameters are updated; values of any
+    floating-point type are converted. *experts* says of which only a part of the experts is held
+    ("whole" then means that part), as (index, count).
 
     Raises :class:`StateError` for a tensor that does not have the model's shape or type,
     :class:`ConfigError` for an optimizer that cannot serve.
@@ -209,9 +124,9 @@ class ModelState:
         *,
         only_finite: bool = False,
     ) -> None:
-        """Let the optimizer update the named parameters from their gradients, each converted to the parameter's type, divided by
-        *scale* and, given the *norm* of all parameters' gradients, clipped to *max_norm*. With *only_finite* nothing changes unless the
-        norm is finite.
+        """Let the optimizer update the named parameters from their gradients, each converted to the
+        parameter's type, divided by *scale* and, given the *norm* of all parameters' gradients,
+        clipped to *max_norm*. With *only_finite* nothing changes unless the norm is finite.
 
         Parameters that are not named keep their value and their optimizer state, as in PyTorch.
         """
@@ -273,7 +188,9 @@ class ModelState:
         return found
 
     def kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """What is kept of the gradient of a parameter, or of its slice, whose gradient has this shape and type; at first zeros."""
+        """What is kept of the gradient of a parameter, or of its slice, whose gradient has this
+        shape and type; at first zeros.
+        """
         found = self._kept.get(name)
         if found is None:
             found = self._kept[name] = torch.zeros(shape, dtype=dtype, device=self._device)
@@ -290,8 +207,8 @@ class ModelState:
         """Copies, on the CPU, of the named parameters and buffers; with *optimizer* its state for
         those parameters.
 
-        Where the device holds a slice of a parameter, or a part of its experts, that is what is copied, and the whole one
-        too, if it is there, only if *everything* is asked for.
+        Where the device holds a slice of a parameter, or a part of its experts, that is what is
+        copied, and the whole one too, if it is there, only if *everything* is asked for.
         """
         wanted = set(names)
         parameters = {
@@ -384,29 +301,9 @@ class ModelState:
     def _placed(self, key: str, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
-        # torch keeps the step counter on the CPU, in its own type, unless the optimizer is capturable.
+        # torch keeps the step counter on the CPU, in its own type, unless the optimizer is
+        # capturable.
         return value.clone() if key == STEP else value.to(self._device, copy=True)
-
-
-STEP = "step"
-"""The optimizer's counter."""
-
-SCALARS = frozenset({STEP, "eta", "mu", "mu_product"})
-"""What torch's optimizers keep once per parameter; their shape does not tell for a parameter of no dimensions."""
-
-
-def per_element(key: str, value: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether an entry of the optimizer's state has an element for each one of the parameter, or slice, of *shape*, so that it is
-    cut where that is.
-    """
-    return tuple(value.shape) == tuple(shape) and key not in SCALARS
-
-
-def merge_slices(parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of which *parts* are all slices, in order."""
-    if len(parts) == 1:
-        return parts[0].reshape(tuple(shape))
-    return torch.cat([part.reshape(-1) for part in parts]).reshape(tuple(shape))
 
 
 def _padded_slice(
@@ -425,179 +322,15 @@ def _unpadded(padded: torch.Tensor, part: Slice, numel: int) -> torch.Tensor:
     return padded if part.count == 1 else padded[:numel]
 
 
-def build_optimizer(
-    spec: OptimizerSpec,
-    model: Mapping[str, Parameter],
-    trained: Mapping[str, torch.nn.Parameter],
-) -> Optimizer:
-    """The optimizer over *trained*, which are (slices of) some of the parameters that *model* describes, in their groups.
-
-    Raises :class:`ConfigError` for an optimizer that cannot serve, and what :func:`group_parameters` raises.
-    """
-    groups = group_parameters(model, spec.param_groups)
-    argument: ParamsArgument = cast("list[torch.Tensor]", list(trained.values()))
-    if spec.param_groups is not None:
-        argument = [
-            {**options, "params": [trained[n] for n in names if n in trained]}
-            for names, options in groups
-        ]
-    optimizer = spec.build(argument)
-    _check_optimizer(optimizer)
-    return optimizer
-
-
-def group_parameters(
-    model: Mapping[str, Parameter], param_groups: Sequence[Mapping[str, object]] | None
-) -> list[tuple[list[str], dict[str, object]]]:
-    """Names and options of each group, in order; the last has the parameters that no pattern
-    matches (if any).
-
-    Raises :class:`ConfigError` for a malformed group, a pattern that matches nothing, and a
-    parameter in two groups.
-    """
-    trained = [p for p in model.values() if p.requires_grad]
-    owner: dict[str, int] = {}
-    groups: list[tuple[list[str], dict[str, object]]] = []
-    for number, entry in enumerate(param_groups or ()):
-        options = {key: value for key, value in entry.items() if key not in ("names", "params")}
-        names: list[str] = []
-        for pattern in _patterns(number, entry):
-            found = [p for p in trained if _matches(p, pattern)]
-            if not found:
-                raise ConfigError(_no_match(number, pattern, model))
-            for parameter in found:
-                if owner.setdefault(parameter.name, number) != number:
-                    raise ConfigError(
-                        f"param_groups[{number}]: parameter {parameter.name!r} is already in "
-                        f"param_groups[{owner[parameter.name]}]; make the patterns disjoint"
-                    )
-                if parameter.name not in names:
-                    names.append(parameter.name)
-        groups.append((names, options))
-    rest = [p.name for p in trained if p.name not in owner]
-    return [*groups, (rest, {})] if rest else groups
-
-
-def _patterns(number: int, entry: Mapping[str, object]) -> list[str]:
-    patterns = entry.get("names")
-    if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
-        raise ConfigError(
-            f'param_groups[{number}] must be {{"names": [pattern, ...], **options}}, found names={patterns!r}'
-        )
-    return list(patterns)
-
-
-def _matches(parameter: Parameter, pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in (parameter.name, *parameter.aliases))
-
-
-def _no_match(number: int, pattern: str, model: Mapping[str, Parameter]) -> str:
-    frozen = [p.name for p in model.values() if not p.requires_grad and _matches(p, pattern)]
-    if frozen:
-        return (
-            f"param_groups[{number}]: pattern {pattern!r} matches only parameters that do not require a "
-            f"gradient ({', '.join(frozen[:3])}); leave them out"
-        )
-    return (
-        f"param_groups[{number}]: pattern {pattern!r} matches no parameter{nearest(pattern, model)}; "
-        f"patterns are shell-style, for instance '*.bias'"
-    )
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer= must return a torch.optim.Optimizer, found {type(optimizer).__name__}"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__} evaluates the loss itself (its step() needs a closure), which a "
-            f"planned step cannot do; use an optimizer whose step() takes no closure"
-        )
-
-
 def _own(
     tensor: torch.Tensor, declared: Parameter, updated_in: torch.dtype, device: torch.device
 ) -> torch.nn.Parameter:
-    """A copy of *tensor* in the type in which chunks read it, rounded as it is after every update."""
+    """A copy of *tensor* in the type in which chunks read it, rounded as it is after every
+    update.
+    """
     read_in = torch_dtype(declared.spec.dtype)
     own = tensor.detach().to(updated_in).to(device=device, dtype=read_in, copy=True)
     return torch.nn.Parameter(own, requires_grad=declared.requires_grad)
-
-
-def check_tensor(
-    kind: str, name: str, tensor: torch.Tensor, spec: TensorSpec, types: ElementTypes | None = None
-) -> None:
-    """Raise :class:`StateError` unless *tensor* has the shape and type of *spec*; under mixed precision any floating-point type does for
-    another.
-    """
-    found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    if types is not None and spec.dtype.is_real_floating and tensor.is_floating_point():
-        found = (found[0], spec.dtype.value)
-    if found != (spec.shape, spec.dtype.value):
-        raise StateError(
-            f"{kind} {name!r}: expected {spec.dtype}{list(spec.shape)}, found {found[1]}{list(found[0])}"
-        )
-
-
-def check_snapshot(
-    snapshot: StateSnapshot,
-    parameters: Mapping[str, Parameter],
-    buffers: Mapping[str, Buffer],
-    types: ElementTypes | None = None,
-) -> None:
-    """Raise :class:`StateError` unless *snapshot* is a complete state of the model (non-persistent
-    buffers may be absent). Under mixed precision (*types*) its parameters may be of any floating-point type.
-    """
-    _check_names("parameter", snapshot.parameters, parameters, set(parameters))
-    required = {name for name, buffer in buffers.items() if buffer.persistent}
-    _check_names("buffer", snapshot.buffers, buffers, required)
-    for name, tensor in snapshot.parameters.items():
-        check_tensor("parameter", name, tensor, parameters[name].spec, types)
-    for name, tensor in snapshot.buffers.items():
-        check_tensor("buffer", name, tensor, buffers[name].spec)
-    if snapshot.optimizer is not None:
-        _check_names("optimizer state of parameter", snapshot.optimizer.state, parameters, set())
-
-
-def _check_names(kind: str, found: Iterable[str], known: Iterable[str], required: set[str]) -> None:
-    names, allowed = set(found), set(known)
-    if unexpected := sorted(names - allowed):
-        hint = nearest(unexpected[0], allowed)
-        raise StateError(f"unexpected {kind} {unexpected[0]!r}{hint} ({len(unexpected)} in all)")
-    if missing := sorted(required - names):
-        raise StateError(f"missing {kind} {missing[0]!r} ({len(missing)} in all)")
-
-
-def to_user_names(
-    tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Parameter] | Mapping[str, Buffer]
-) -> dict[str, torch.Tensor]:
-    """*tensors* under every name that the model registers them by; tied names share one tensor."""
-    named: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        named |= dict.fromkeys((name, *entries[name].aliases), tensor)
-    return named
-
-
-def from_user_names(
-    tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Parameter] | Mapping[str, Buffer]
-) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`to_user_names`: by first name; any alias will do. Names of nothing stay
-    as they are.
-
-    Raises :class:`StateError` when aliases of one tensor were given different values.
-    """
-    first = {alias: e.name for e in entries.values() for alias in (e.name, *e.aliases)}
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        canonical = first.get(name, name)
-        other = found.setdefault(canonical, tensor)
-        if other is not tensor and not torch.equal(other, tensor):
-            raise StateError(
-                f"{name!r} and {canonical!r} are one tied tensor of the model, but have different values here"
-            )
-    return found
 
 
 def _clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -606,7 +339,9 @@ def _clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """*gradient* with the strides of *parameter*, as autograd makes them: fused optimizers read both in memory order."""
+    """*gradient* with the strides of *parameter*, as autograd makes them: fused optimizers read
+    both in memory order.
+    """
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)

@@ -1,7 +1,8 @@
-"""Files of tensors in the safetensors format, written as a stream: only one tensor is in memory at a time.
+"""Files of tensors in the safetensors format, written as a stream: only one tensor is in memory at
+a time.
 
-The format: eight bytes that hold the length of the header (little-endian), the header (JSON: type, shape and range of bytes of each tensor), the
-tensors' bytes one after the other.
+The format: eight bytes that hold the length of the header (little-endian), the header (JSON: type,
+shape and range of bytes of each tensor), the tensors' bytes one after the other.
 """
 
 import hashlib
@@ -63,7 +64,8 @@ def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 def write_tensors(
     path: Path, specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor]
 ) -> tuple[int, str]:
-    """Write *tensors*, which *specs* describe, in order, to a new file and to the disk; the file's bytes and SHA-256.
+    """Write *tensors*, which *specs* describe, in order, to a new file and to the disk; the file's
+    bytes and SHA-256.
 
     Raises :class:`OSError`, also when the file exists.
     """

@@ -1,4 +1,6 @@
-"""Calling every chunk once before the first step, so that what compiles does so while nobody waits for a message."""
+"""Calling every chunk once before the first step, so that what compiles does so while nobody waits
+for a message.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -23,8 +25,9 @@ def warm_up(
 ) -> None:
     """Call each chunk of *mine* on zeros, once for each layout that its inputs will have in a step.
 
-    Layouts follow from the state in *slots*, from what chunks return, and from messages, which are contiguous. A guess
-    that turns out wrong costs another compilation in the first step, nothing else.
+    Layouts follow from the state in *slots*, from what chunks return, and from messages, which are
+    contiguous. A guess that turns out wrong costs another compilation in the first step, nothing
+    else.
     """
     strides: dict[Slot, Strides] = {
         Slot(number): tensor.stride() for number, tensor in enumerate(slots) if tensor is not None

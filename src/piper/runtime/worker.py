@@ -24,12 +24,16 @@ from piper.runtime.batch import (
     flatten,
     signature_of,
 )
-from piper.runtime.checkpoint import Checkpoint, Refusal, WrittenFile, write_file
+from piper.runtime.checkpoint.reader import Checkpoint
+from piper.runtime.checkpoint.writer import Refusal, WrittenFile, write_file
 from piper.runtime.compiled import Compilation
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Program
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.record import Clock, Spans, read_clock
-from piper.runtime.state import ModelState, OptimizerSpec, Slice, StateSnapshot, Weights
+from piper.runtime.slices import Slice
+from piper.runtime.snapshot import StateSnapshot
+from piper.runtime.state import ModelState, Weights
 
 CommunicatorFactory: TypeAlias = Callable[[CommunicatorId, tuple[DeviceId, ...]], Communicator]
 """Makes this device's end; every member makes its own at the same point of the same sequence of
@@ -71,7 +75,7 @@ class WorkerRun:
 
 
 @dataclass(slots=True)
-class _Loaded:
+class Loaded:
     """A plan on this worker; ``program`` exists once there is state."""
 
     plan: Plan
@@ -99,7 +103,7 @@ class Worker:
         self._make_device = device
         self._make_communicator = communicators
         self._communicators: dict[CommunicatorId, Communicator] = {}
-        self._plans: dict[str, _Loaded] = {}
+        self._plans: dict[str, Loaded] = {}
         self._state: ModelState | None = None
 
     def load(
@@ -125,7 +129,7 @@ class Worker:
         device = self._make_device()
         context = Context(plan, device.torch_device)
         loads = any(isinstance(i, LoadInput) for i in mine.instructions)
-        loaded = _Loaded(plan, mine, signature, constants, context, loads, compilation)
+        loaded = Loaded(plan, mine, signature, constants, context, loads, compilation)
         self._plans[key] = loaded
         if self._state is not None:
             loaded.program = self._program(loaded, device, self._state)
@@ -172,8 +176,8 @@ class Worker:
         agree: bool,
         loss_scale: float = 1.0,
     ) -> WorkerRun:
-        """Run steps of plan *key*. *data* is only needed where inputs are loaded. Every backward starts from *loss_scale* times its usual
-        gradient.
+        """Run steps of plan *key*. *data* is only needed where inputs are loaded. Every backward
+        starts from *loss_scale* times its usual gradient.
 
         With *agree* the devices check before each step that every one of them has a batch of the
         plan's signature.
@@ -227,7 +231,7 @@ class Worker:
 
     def _step(
         self,
-        loaded: _Loaded,
+        loaded: Loaded,
         program: Program,
         step: int,
         seed: int,
@@ -257,12 +261,16 @@ class Worker:
         self._state.restore(snapshot)
 
     def write_file(self, folder: Path, names: Sequence[str]) -> WrittenFile | Refusal:
-        """Write the named tensors, which this device holds, with the optimizer's state for them, into its file of a checkpoint."""
+        """Write the named tensors, which this device holds, with the optimizer's state for them,
+        into its file of a checkpoint.
+        """
         assert self._state is not None
         return write_file(folder, self._rank, self._state, names)
 
     def check_files(self, checkpoint: Checkpoint, files: Sequence[int]) -> Refusal | None:
-        """Whether the numbered files are what was written, and of this device's class of optimizer."""
+        """Whether the numbered files are what was written, and of this device's class of
+        optimizer.
+        """
         assert self._state is not None
         saved, mine = checkpoint.index.optimizer, self._state.optimizer_kind
         if saved is not None and mine is not None and saved.kind != mine:
@@ -285,7 +293,7 @@ class Worker:
 
     def _program(
         self,
-        loaded: _Loaded,
+        loaded: Loaded,
         device: TorchDevice,
         state: ModelState,
         *,
@@ -305,7 +313,7 @@ class Worker:
             ranges=ranges,
         )
 
-    def _load_batch(self, loaded: _Loaded, data: Data | None, step: int) -> Signature | None:
+    def _load_batch(self, loaded: Loaded, data: Data | None, step: int) -> Signature | None:
         """Put the batch of *step* into the context; its signature if that is not the plan's."""
         if not loaded.loads:
             return None
@@ -321,11 +329,11 @@ class Worker:
         loaded.context.leaves = leaves
         return None if found == loaded.signature else found
 
-    def _someone_stops(self, loaded: _Loaded, found: Signature | None, step: int) -> bool:
+    def _someone_stops(self, loaded: Loaded, found: Signature | None, step: int) -> bool:
         """Whether any device *found* a signature that is not the plan's.
 
-        Raises :class:`RunError` when the devices that load inputs were given different batches: inputs of one would meet
-        targets of another.
+        Raises :class:`RunError` when the devices that load inputs were given different batches:
+        inputs of one would meet targets of another.
         """
         if len(self._everyone) == 1:
             return found is not None

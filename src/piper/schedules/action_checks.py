@@ -13,7 +13,9 @@ Rows = Sequence[Sequence[Group]]
 
 
 def check_actions(rows: Rows) -> None:
-    """Check *rows* as a whole: compute, then communication if there is any, then that it comes to an end."""
+    """Check *rows* as a whole: compute, then communication if there is any, then that it comes to
+    an end.
+    """
     computes = [a for row in rows for a in actions_of(row) if a.computes]
     if not computes:
         raise ScheduleError(
@@ -84,7 +86,9 @@ def _before(action: Action) -> Sequence[str]:
 
 
 def _check_messages(rows: Rows, rank_of: dict[int, int]) -> None:
-    """Every value that crosses ranks is sent once and received once, at the right time; both ends in the same order."""
+    """Every value that crosses ranks is sent once and received once, at the right time; both ends
+    in the same order.
+    """
     there = {str(a): a for row in rows for a in actions_of(row) if a.kind in MESSAGES}
     queues: dict[tuple[int, int], list[str]] = defaultdict(list)
     for row in rows:
@@ -166,7 +170,9 @@ def _other_end(message: Action) -> str:
 
 
 def _check_sharding(actions: Sequence[Action]) -> None:
-    """On one rank: gathered parameters are freed and used in between; gradients are reduced once, after the last."""
+    """On one rank: gathered parameters are freed and used in between; gradients are reduced once,
+    after the last.
+    """
     gathered: dict[int, Action] = {}
     left = Counter(a.stage for a in actions if a.computes)
     reduced: set[int] = set()

@@ -1,10 +1,11 @@
 """Actions of ``torch.distributed.pipelining``: the cells of its schedule files.
 
-A file has a row per rank. ``0F3`` is stage 0's forward of microbatch 3; ``B`` is a backward, ``I`` and ``W``
-are its input and weight half; ``(0F3;1B2)OVERLAP_F_B`` are two that overlap; an empty cell is an idle
-step. Lowered schedules have communication too: ``0SEND_F3`` sends what ``0F3`` made, ``1RECV_F3`` gets what
-``1F3`` reads, ``1SEND_B3`` and ``0RECV_B3`` likewise for gradients; ``0UNSHARD`` gathers the stage's
-parameters, ``0RESHARD`` frees them, ``0REDUCE_GRAD`` reduces its gradients.
+A file has a row per rank. ``0F3`` is stage 0's forward of microbatch 3; ``B`` is a backward, ``I``
+and ``W`` are its input and weight half; ``(0F3;1B2)OVERLAP_F_B`` are two that overlap; an empty
+cell is an idle step. Lowered schedules have communication too: ``0SEND_F3`` sends what ``0F3``
+made, ``1RECV_F3`` gets what ``1F3`` reads, ``1SEND_B3`` and ``0RECV_B3`` likewise for gradients;
+``0UNSHARD`` gathers the stage's parameters, ``0RESHARD`` frees them, ``0REDUCE_GRAD`` reduces its
+gradients.
 """
 
 import csv
@@ -51,7 +52,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a rank does: ``kind`` is a letter of ``PASSES``, or a word. Sharding has no microbatch: -1."""
+    """What a rank does: ``kind`` is a letter of ``PASSES``, or a word. Sharding has no microbatch:
+    -1.
+    """
 
     kind: str
     stage: int

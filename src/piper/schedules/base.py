@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from piper.directives.order import Order
 from piper.directives.place import Place
@@ -10,6 +10,7 @@ from piper.errors import ScheduleError
 from piper.ir.dag import Pass
 from piper.ir.select import COMM, PASS
 from piper.registry import Registry
+from piper.schedules.placements import Placement
 
 
 class Step(NamedTuple):
@@ -97,24 +98,48 @@ def require_positive(schedule: str, **counts: int) -> None:
             raise ScheduleError(f"{schedule}: {name} must be at least 1, found {count}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """A schedule as strategies and config files see it: by name, over a list of device groups.
 
-    ``place(groups, num_virtual_stages, num_microbatches, stage_tag, microbatch_tag)`` puts the
-    stages where ``order(num_ranks, num_virtual_stages, num_microbatches, stage_tag,
-    microbatch_tag)`` assumes them. There are as many ranks as groups. ``num_virtual_stages`` is the
-    number of stages divided by the number of ranks: any number if ``virtual_stages``, else
-    ``stages_per_rank``. ``places_microbatches``: the placement depends on the microbatch, so that it
-    must come after the ``Split``.
+    There are as many ranks as groups; ``placement`` puts the stages where ``function`` assumes
+    them. ``num_virtual_stages`` is the number of stages divided by the number of ranks.
     """
 
     name: str
-    virtual_stages: bool
-    stages_per_rank: int = 1
-    places_microbatches: bool = False
-    place: Callable[[Sequence[Sequence[int]], int, int, str, str], list[Place]]
-    order: Callable[[int, int, int, str, str], list[Order]]
+    placement: Placement
+    function: Callable[..., list[Order]]
+
+    def place(
+        self,
+        groups: Sequence[Sequence[int]],
+        num_virtual_stages: int,
+        num_microbatches: int,
+        stage_tag: str,
+        microbatch_tag: str,
+    ) -> list[Place]:
+        """Where the stages are."""
+        return self.placement.place(
+            groups, num_virtual_stages, num_microbatches, stage_tag, microbatch_tag
+        )
+
+    def order(
+        self,
+        num_ranks: int,
+        num_virtual_stages: int,
+        num_microbatches: int,
+        stage_tag: str,
+        microbatch_tag: str,
+    ) -> list[Order]:
+        """What each rank runs, in order."""
+        virtual = (num_virtual_stages,) if self.placement.virtual_stages else ()
+        return self.function(
+            num_ranks,
+            *virtual,
+            num_microbatches,
+            stage_tag=stage_tag,
+            microbatch_tag=microbatch_tag,
+        )
 
 
 SCHEDULES: Registry[Schedule] = Registry("schedule", ScheduleError)
@@ -122,3 +147,19 @@ SCHEDULES: Registry[Schedule] = Registry("schedule", ScheduleError)
 
 An unknown name raises :class:`~piper.errors.ScheduleError` with the nearest.
 """
+
+F = TypeVar("F", bound=Callable[..., list[Order]])
+
+
+def schedule(name: str, placement: Placement) -> Callable[[F], F]:
+    """Decorator: register a function as the schedule *name*.
+
+    Its parameters are the number of ranks, the number of stages per rank if *placement* leaves that
+    open, the number of microbatches, and the keywords ``stage_tag`` and ``microbatch_tag``.
+    """
+
+    def register(function: F) -> F:
+        SCHEDULES.add(name, Schedule(name, placement, function))
+        return function
+
+    return register

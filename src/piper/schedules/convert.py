@@ -25,14 +25,16 @@ from piper.schedules.base import Step, order_groups
 def strategy_of_actions(
     text: str, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Directive]:
-    """The strategy that a file of actions (:mod:`piper.schedules.actions`) describes; rank r is device r.
+    """The strategy that a file of actions (:mod:`piper.schedules.actions`) describes; rank r is
+    device r.
 
-    Its stages' placement, the split into microbatches, and one order per rank. Communication is checked
-    and left out: it follows from the directives.
+    Its stages' placement, the split into microbatches, and one order per rank. Communication is
+    checked and left out: it follows from the directives.
 
-    Raises :class:`~piper.errors.ScheduleError`, naming rank, row and cell: for what is no action, an action
-    that is missing, there twice, or too early; a stage on two ranks; sends and receives that cannot be
-    paired; a stage used while its parameters are not gathered; ranks that wait for each other.
+    Raises :class:`~piper.errors.ScheduleError`, naming rank, row and cell: for what is no action,
+    an action that is missing, there twice, or too early; a stage on two ranks; sends and receives
+    that cannot be paired; a stage used while its parameters are not gathered; ranks that wait for
+    each other.
     """
     rows = parse_actions(text)
     check_actions(rows)
@@ -48,14 +50,16 @@ def strategy_of_actions(
 
 
 def actions_of_strategy(strategy: Sequence[Directive], *, stage_tag: str = "PP") -> str:
-    """The file of actions of *strategy*'s orders: a row per device group, in order of first devices.
+    """The file of actions of *strategy*'s orders: a row per device group, in order of first
+    devices.
 
     Without any ``Place`` each order is a row. Microbatches are those of the ``Split``. All other
     directives are left out: such a file does not speak of them.
 
-    Raises :class:`~piper.errors.ScheduleError`, naming the directive and the filter, for what such a file
-    cannot say: filters of more than one chunk or of communication, groups other than a forward and a
-    backward, two orders for one rank, a stage on two ranks; and for orders that leave chunks out.
+    Raises :class:`~piper.errors.ScheduleError`, naming the directive and the filter, for what such
+    a file cannot say: filters of more than one chunk or of communication, groups other than a
+    forward and a backward, two orders for one rank, a stage on two ranks; and for orders that leave
+    chunks out.
     """
     if not any(isinstance(directive, Order) for directive in strategy):
         raise ScheduleError("the strategy has no Order, so there is no schedule to write")

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.base import (
-    SCHEDULES,
-    Schedule,
     Step,
     backward,
     backward_input,
@@ -24,10 +22,12 @@ from piper.schedules.base import (
     forward,
     order_groups,
     require_positive,
+    schedule,
 )
-from piper.schedules.placements import two_way, v_shape
+from piper.schedules.placements import TWO_WAY, V_SHAPE
 
 
+@schedule("dualpipe", TWO_WAY)
 def dualpipe(
     num_ranks: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
@@ -57,14 +57,15 @@ def dualpipe(
     return order_groups(map(rank_groups, range(num_ranks)), stage_tag, microbatch_tag)
 
 
+@schedule("dualpipev", V_SHAPE)
 def dualpipev(
     num_ranks: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
     """2·R stages in a V over R ranks; the flows of a rank are its two stages.
 
     Rank r holds stages r and 2·R − 1 − r (:func:`~piper.schedules.placements.v_shape`), and no
-    parameter twice. The bubble of every rank is (R − 1)·(F&B + B − 3·BW) where F = BI, F&B being the
-    time of an overlapped pair; each rank keeps at most 2·R + 1 activations of one stage.
+    parameter twice. The bubble of every rank is (R − 1)·(F&B + B − 3·BW) where F = BI, F&B being
+    the time of an overlapped pair; each rank keeps at most 2·R + 1 activations of one stage.
 
     M ≥ 2·R: else :class:`~piper.errors.ScheduleError`.
     """
@@ -81,8 +82,8 @@ def dualpipev(
 def _rank(rank: int, num_ranks: int, count: int) -> list[str]:
     """What a rank does on *count* microbatches of each flow.
 
-    ``0`` is the flow whose first stage is nearer to this rank, ``1`` the other. ``BW`` is the weight
-    half that has waited longest.
+    ``0`` is the flow whose first stage is nearer to this rank, ``1`` the other. ``BW`` is the
+    weight half that has waited longest.
     """
     to_turn = num_ranks - 1 - rank
     main = ["F0+B1", "F1+B0"] * (count - 2 * num_ranks + rank + 1)
@@ -145,34 +146,3 @@ def _require_full(schedule: str, num_microbatches: int, at_least: int, each: str
             f"{schedule}: num_microbatches must be at least two for each {each}, {at_least} here; "
             f"found {num_microbatches}; nearest: {at_least}"
         )
-
-
-SCHEDULES.add(
-    "dualpipe",
-    Schedule(
-        name="dualpipe",
-        virtual_stages=False,
-        places_microbatches=True,
-        place=lambda groups, _virtual, microbatches, stage_tag, microbatch_tag: two_way(
-            groups, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: dualpipe(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)
-
-SCHEDULES.add(
-    "dualpipev",
-    Schedule(
-        name="dualpipev",
-        virtual_stages=False,
-        stages_per_rank=2,
-        place=lambda groups, _virtual, _microbatches, stage_tag, _tag: v_shape(
-            groups, stage_tag=stage_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: dualpipev(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)

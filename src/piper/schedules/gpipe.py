@@ -2,16 +2,16 @@
 
 from piper.directives.order import Order
 from piper.schedules.base import (
-    SCHEDULES,
-    Schedule,
     backward,
     forward,
     order_ranks,
     require_positive,
+    schedule,
 )
-from piper.schedules.placements import chain
+from piper.schedules.placements import CHAIN
 
 
+@schedule("gpipe", CHAIN)
 def gpipe(
     num_stages: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
@@ -34,18 +34,3 @@ def gpipe(
         for stage in range(num_stages)
     )
     return order_ranks(ranks, stage_tag, microbatch_tag)
-
-
-SCHEDULES.add(
-    "gpipe",
-    Schedule(
-        name="gpipe",
-        virtual_stages=False,
-        place=lambda groups, _virtual, _microbatches, stage_tag, _tag: chain(
-            groups, stage_tag=stage_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: gpipe(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)

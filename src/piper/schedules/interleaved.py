@@ -4,18 +4,18 @@ from collections.abc import Iterator
 
 from piper.directives.order import Order
 from piper.schedules.base import (
-    SCHEDULES,
-    Schedule,
     Step,
     backward,
     forward,
     order_ranks,
     require_positive,
+    schedule,
     warm_up_then_alternate,
 )
-from piper.schedules.placements import looped
+from piper.schedules.placements import LOOPED
 
 
+@schedule("interleaved_1f1b", LOOPED)
 def interleaved_one_f_one_b(
     num_ranks: int,
     num_virtual_stages: int,
@@ -77,20 +77,3 @@ def _rank(stages: range, ranks_to_last: int, rounds: list[range]) -> list[Step]:
         [backward(stage, m) for round_ in rounds for stage in reversed(stages) for m in round_],
         warmup=(len(stages) - 1) * len(rounds[0]) + 2 * ranks_to_last,
     )
-
-
-SCHEDULES.add(
-    "interleaved_1f1b",
-    Schedule(
-        name="interleaved_1f1b",
-        virtual_stages=True,
-        place=lambda groups, virtual, _microbatches, stage_tag, _tag: looped(
-            groups, virtual, stage_tag=stage_tag
-        ),
-        order=lambda ranks, virtual, microbatches, stage_tag, microbatch_tag: (
-            interleaved_one_f_one_b(
-                ranks, virtual, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-            )
-        ),
-    ),
-)

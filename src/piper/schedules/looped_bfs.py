@@ -2,17 +2,17 @@
 
 from piper.directives.order import Order
 from piper.schedules.base import (
-    SCHEDULES,
-    Schedule,
     Step,
     backward,
     forward,
     order_ranks,
     require_positive,
+    schedule,
 )
-from piper.schedules.placements import looped
+from piper.schedules.placements import LOOPED
 
 
+@schedule("looped_bfs", LOOPED)
 def looped_bfs(
     num_ranks: int,
     num_virtual_stages: int,
@@ -55,18 +55,3 @@ def _rank(stages: range, microbatches: range) -> list[Step]:
     forwards = [forward(stage, m) for stage in stages for m in microbatches]
     backwards = [backward(stage, m) for stage in reversed(stages) for m in reversed(microbatches)]
     return forwards + backwards
-
-
-SCHEDULES.add(
-    "looped_bfs",
-    Schedule(
-        name="looped_bfs",
-        virtual_stages=True,
-        place=lambda groups, virtual, _microbatches, stage_tag, _tag: looped(
-            groups, virtual, stage_tag=stage_tag
-        ),
-        order=lambda ranks, virtual, microbatches, stage_tag, microbatch_tag: looped_bfs(
-            ranks, virtual, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)

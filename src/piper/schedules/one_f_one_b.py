@@ -2,17 +2,17 @@
 
 from piper.directives.order import Order
 from piper.schedules.base import (
-    SCHEDULES,
-    Schedule,
     backward,
     forward,
     order_ranks,
     require_positive,
+    schedule,
     warm_up_then_alternate,
 )
-from piper.schedules.placements import chain
+from piper.schedules.placements import CHAIN
 
 
+@schedule("1f1b", CHAIN)
 def one_f_one_b(
     num_stages: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
@@ -40,18 +40,3 @@ def one_f_one_b(
         for stage in range(num_stages)
     )
     return order_ranks(ranks, stage_tag, microbatch_tag)
-
-
-SCHEDULES.add(
-    "1f1b",
-    Schedule(
-        name="1f1b",
-        virtual_stages=False,
-        place=lambda groups, _virtual, _microbatches, stage_tag, _tag: chain(
-            groups, stage_tag=stage_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: one_f_one_b(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)

@@ -5,7 +5,8 @@ groups has R ranks. Groups have equally many devices and share none: a group tha
 stages appears once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from piper.directives.place import Place
@@ -105,3 +106,36 @@ def check_groups(groups: Groups) -> None:
                     else f"device {device} is named twice in group {number}; name it once"
                 )
             owner[device] = number
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a schedule wants its stages placed.
+
+    ``place(groups, num_virtual_stages, num_microbatches, stage_tag, microbatch_tag)`` puts them
+    there. Each rank has ``stages_per_rank`` stages, or any number if ``virtual_stages``.
+    ``by_microbatch``: where a stage is depends on the microbatch, so that the placement must come
+    after the ``Split``.
+    """
+
+    place: Callable[[Groups, int, int, str, str], list[Place]]
+    stages_per_rank: int = 1
+    virtual_stages: bool = False
+    by_microbatch: bool = False
+
+
+CHAIN = Placement(lambda groups, _virtual, _count, stage, _tag: chain(groups, stage_tag=stage))
+LOOPED = Placement(
+    lambda groups, virtual, _count, stage, _tag: looped(groups, virtual, stage_tag=stage),
+    virtual_stages=True,
+)
+V_SHAPE = Placement(
+    lambda groups, _virtual, _count, stage, _tag: v_shape(groups, stage_tag=stage),
+    stages_per_rank=2,
+)
+TWO_WAY = Placement(
+    lambda groups, _virtual, count, stage, tag: two_way(
+        groups, count, stage_tag=stage, microbatch_tag=tag
+    ),
+    by_microbatch=True,
+)

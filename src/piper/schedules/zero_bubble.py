@@ -1,9 +1,9 @@
 """Zero bubble: the backward is split, and its weight halves fill what would be bubbles.
 
-Source of all three: Qi et al., *Zero Bubble Pipeline Parallelism*, 2023 (arXiv 2401.10241), and, for
-ZB-V, Qi et al., *Pipeline Parallelism with Controllable Memory*, 2024 (arXiv 2405.15362). ``F``,
-``BI`` and ``BW`` below are the times of a forward, of the input half and of the weight half of a
-backward.
+Source of all three: Qi et al., *Zero Bubble Pipeline Parallelism*, 2023 (arXiv 2401.10241), and,
+for ZB-V, Qi et al., *Pipeline Parallelism with Controllable Memory*, 2024 (arXiv 2405.15362).
+``F``, ``BI`` and ``BW`` below are the times of a forward, of the input half and of the weight half
+of a backward.
 """
 
 from collections import Counter, deque
@@ -12,20 +12,20 @@ from collections.abc import Iterable, Iterator
 from piper.directives.order import Order
 from piper.ir.dag import Pass
 from piper.schedules.base import (
-    SCHEDULES,
-    Schedule,
     Step,
     backward_input,
     backward_weight,
     forward,
     order_ranks,
     require_positive,
+    schedule,
     warm_up_then_alternate,
 )
 from piper.schedules.interleaved import rounds_of
-from piper.schedules.placements import chain, looped, v_shape
+from piper.schedules.placements import CHAIN, LOOPED, V_SHAPE
 
 
+@schedule("zb_h1", CHAIN)
 def zb_h1(
     num_stages: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
@@ -54,6 +54,7 @@ def zb_h1(
     return order_ranks(ranks, stage_tag, microbatch_tag)
 
 
+@schedule("interleaved_zero_bubble", LOOPED)
 def interleaved_zero_bubble(
     num_ranks: int,
     num_virtual_stages: int,
@@ -69,9 +70,9 @@ def interleaved_zero_bubble(
     V − 1 stages of one round and by one for each rank between this one and the last; weight halves
     follow their input halves r later on rank r. With V = 1 it is :func:`zb_h1`.
 
-    With M ≥ R microbatches and F = BI = BW the bubble is (R − 1)·F, of one stage's F: V times smaller
-    than ZB-H1's. Each rank keeps at most min(V·M, (V − 1)·K + R) activations of one stage, K = the
-    largest round.
+    With M ≥ R microbatches and F = BI = BW the bubble is (R − 1)·F, of one stage's F: V times
+    smaller than ZB-H1's. Each rank keeps at most min(V·M, (V − 1)·K + R) activations of one stage,
+    K = the largest round.
 
     PyTorch's schedule of that name; it asks for rounds of equal size, here the larger go first, so
     any M ≥ 1 is legal.
@@ -111,15 +112,16 @@ def _weights_behind(steps: Iterable[Step], lag: int) -> list[Step]:
     return [*with_weights, *waiting]
 
 
+@schedule("zbv", V_SHAPE)
 def zbv(
     num_ranks: int, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Order]:
     """ZB-V: 2·R stages in a V over R ranks, so that the first and the last stage share a rank.
 
-    With M ≥ 2·R − 1 microbatches and F = BI = BW no rank is ever idle between its first and its last
-    step: the step takes 6·M + R − 1 times F. Each rank keeps at most min(2·M, 2·R) activations of
-    one stage, as many parameters' worth as 1F1B's first rank. Stages s and 2·R − 1 − s are meant for
-    rank s (:func:`~piper.schedules.placements.v_shape`). Any M ≥ 1 is legal: with fewer, the
+    With M ≥ 2·R − 1 microbatches and F = BI = BW no rank is ever idle between its first and its
+    last step: the step takes 6·M + R − 1 times F. Each rank keeps at most min(2·M, 2·R) activations
+    of one stage, as many parameters' worth as 1F1B's first rank. Stages s and 2·R − 1 − s are meant
+    for rank s (:func:`~piper.schedules.placements.v_shape`). Any M ≥ 1 is legal: with fewer, the
     schedule of 2·R − 1 microbatches is run without those that are not there.
 
     Raises :class:`~piper.errors.ScheduleError` for a count below 1.
@@ -161,49 +163,3 @@ def _numbered(passes: Iterable[str], stages: tuple[int, int]) -> Iterator[Step]:
     for name in passes:
         yield Step(Pass(name[:-1]), stages[int(name[-1])], done[name])
         done[name] += 1
-
-
-SCHEDULES.add(
-    "zb_h1",
-    Schedule(
-        name="zb_h1",
-        virtual_stages=False,
-        place=lambda groups, _virtual, _microbatches, stage_tag, _tag: chain(
-            groups, stage_tag=stage_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: zb_h1(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)
-
-SCHEDULES.add(
-    "interleaved_zero_bubble",
-    Schedule(
-        name="interleaved_zero_bubble",
-        virtual_stages=True,
-        place=lambda groups, virtual, _microbatches, stage_tag, _tag: looped(
-            groups, virtual, stage_tag=stage_tag
-        ),
-        order=lambda ranks, virtual, microbatches, stage_tag, microbatch_tag: (
-            interleaved_zero_bubble(
-                ranks, virtual, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-            )
-        ),
-    ),
-)
-
-SCHEDULES.add(
-    "zbv",
-    Schedule(
-        name="zbv",
-        virtual_stages=False,
-        stages_per_rank=2,
-        place=lambda groups, _virtual, _microbatches, stage_tag, _tag: v_shape(
-            groups, stage_tag=stage_tag
-        ),
-        order=lambda ranks, _virtual, microbatches, stage_tag, microbatch_tag: zbv(
-            ranks, microbatches, stage_tag=stage_tag, microbatch_tag=microbatch_tag
-        ),
-    ),
-)

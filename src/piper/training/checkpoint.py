@@ -1,4 +1,6 @@
-"""The checkpoints of a run: where they are, which are kept, and whether a run may go on from one."""
+"""The checkpoints of a run: where they are, which are kept, and whether a run may go on from
+one.
+"""
 
 import shutil
 import zlib
@@ -12,7 +14,8 @@ import msgspec
 from piper.api.checkpoint import PARTIAL
 from piper.api.trainer import Trainer
 from piper.errors import ConfigError
-from piper.runtime.checkpoint import INDEX, Checkpoint
+from piper.runtime.checkpoint.index import INDEX
+from piper.runtime.checkpoint.reader import Checkpoint
 from piper.training.config import RunConfig
 
 FOLDER = "checkpoints"
@@ -25,14 +28,17 @@ _RUN = "run"
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpoints:
-    """The last *keep* checkpoints of the run described by *description*, in *folder*: ``step-00000100`` and so on."""
+    """The last *keep* checkpoints of the run described by *description*, in *folder*:
+    ``step-00000100`` and so on.
+    """
 
     folder: Path
     keep: int
     description: Mapping[str, object]
 
     def save(self, trainer: Trainer) -> Path | None:
-        """Write a checkpoint, then remove the oldest; its path, or ``None`` if that of this step is there already.
+        """Write a checkpoint, then remove the oldest; its path, or ``None`` if that of this step is
+        there already.
 
         Raises what :meth:`~piper.api.trainer.Trainer.save` raises.
         """
@@ -61,7 +67,8 @@ def saved_steps(folder: Path) -> dict[int, Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """*path* itself if it is a checkpoint, else the last one of the run's folder, or folder of checkpoints, that it is.
+    """*path* itself if it is a checkpoint, else the last one of the run's folder, or folder of
+    checkpoints, that it is.
 
     Raises :class:`ConfigError` when there is none.
     """
@@ -78,7 +85,9 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def describe(config: RunConfig) -> dict[str, object]:
-    """What the numbers of a run depend on, by field of its configuration: not where and how it runs, nor how long."""
+    """What the numbers of a run depend on, by field of its configuration: not where and how it
+    runs, nor how long.
+    """
     model = msgspec.to_builtins(config.model)
     model.pop("num_stages")
     train = msgspec.to_builtins(config.train)
@@ -106,7 +115,9 @@ _DECISIVE = ("batch_size", "seq_len", "warmup_steps", "max_grad_norm", "precisio
 def check_resumes(
     checkpoint: Checkpoint, description: Mapping[str, object], config: RunConfig
 ) -> None:
-    """Raise :class:`ConfigError` unless *config*, which *description* describes, goes on with the run of *checkpoint*, and beyond it."""
+    """Raise :class:`ConfigError` unless *config*, which *description* describes, goes on with the
+    run of *checkpoint*, and beyond it.
+    """
     saved = checkpoint.metadata.get(_RUN)
     if not isinstance(saved, dict):
         raise ConfigError(
@@ -125,7 +136,9 @@ def check_resumes(
 
 
 def check_folder(folder: Path, resumed: Checkpoint | None) -> None:
-    """Raise :class:`ConfigError` if the run would mix its checkpoints in *folder* with those of another."""
+    """Raise :class:`ConfigError` if the run would mix its checkpoints in *folder* with those of
+    another.
+    """
     others = saved_steps(folder)
     if not others:
         return

@@ -20,8 +20,8 @@ from piper.errors import ConfigError
 
 VOCAB_SIZE = 256
 
-# Folders of the standard library that are not its code: other people's packages, tests, and tables of
-# characters and help texts written as Python.
+# Folders of the standard library that are not its code: other people's packages, tests, and tables
+# of characters and help texts written as Python.
 _SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
@@ -52,10 +52,11 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextBatches:
-    """``batches(step) -> (inputs, targets)``, both ``[batch_size, seq_len]`` int64, targets one ahead.
+    """``batches(step) -> (inputs, targets)``, both ``[batch_size, seq_len]`` int64, targets one
+    ahead.
 
-    A batch depends on *seed* and *step* alone. Pickling carries only the fields below: the corpus is
-    read once per process, when first needed. *files* are paths or glob patterns, relative to the
+    A batch depends on *seed* and *step* alone. Pickling carries only the fields below: the corpus
+    is read once per process, when first needed. *files* are paths or glob patterns, relative to the
     current folder; none means the standard library. *max_bytes* caps the corpus; *held_out* is the
     part of it kept for evaluation.
     """
@@ -134,8 +135,8 @@ def load_corpus(
 ) -> Corpus:
     """Read the corpus and set its held-out part aside.
 
-    The files follow each other in sorted order, up to *max_bytes*. The text is cut into equal blocks
-    of at most 64 KiB, and every ``round(1 / held_out)``-th block is held out.
+    The files follow each other in sorted order, up to *max_bytes*. The text is cut into equal
+    blocks of at most 64 KiB, and every ``round(1 / held_out)``-th block is held out.
 
     Raises:
         ConfigError: naming the path that is missing, unreadable or empty.

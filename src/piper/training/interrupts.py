@@ -7,7 +7,8 @@ from typing import Self
 
 
 class Interrupts:
-    """While entered, the first Ctrl-C sets ``requested`` and lets the program go on; the next raises ``KeyboardInterrupt``.
+    """While entered, the first Ctrl-C sets ``requested`` and lets the program go on; the next
+    raises ``KeyboardInterrupt``.
 
     Only the main thread can catch signals: entered in another one, it changes nothing.
     """

@@ -1,4 +1,6 @@
-"""A training run: compile, train, evaluate, save; then the same steps in one process, for comparison."""
+"""A training run: compile, train, evaluate, save; then the same steps in one process, for
+comparison.
+"""
 
 import math
 import sys
@@ -7,23 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors.torch import save_file
 
 from piper.api.compile import compile as compile_strategy
 from piper.api.trainer import Trainer, TrainResult
-from piper.directives.base import Directive
-from piper.directives.strategy import dump_strategy
-from piper.errors import ConfigError
 from piper.models.transformer import Transformer, generate, transformer_loss
-from piper.plan.codec import save_plan
-from piper.plan.model import Plan
 from piper.runtime.batch import Batch
-from piper.runtime.checkpoint import Checkpoint
+from piper.runtime.checkpoint.reader import Checkpoint
 from piper.training.checkpoint import (
-    FOLDER,
     RunCheckpoints,
     check_folder,
     check_resumes,
@@ -31,6 +25,7 @@ from piper.training.checkpoint import (
     find_checkpoint,
 )
 from piper.training.config import RunConfig
+from piper.training.files import RunFiles
 from piper.training.interrupts import Interrupts
 from piper.training.metrics import (
     HeldOutRecord,
@@ -42,6 +37,7 @@ from piper.training.metrics import (
 )
 from piper.training.model import make_model
 from piper.training.reference import reference_losses
+from piper.training.watcher import Silent, Watcher
 
 PROMPT_BYTES = 32
 SAMPLE_BYTES = 200
@@ -56,44 +52,14 @@ class Ending(StrEnum):
     INTERRUPTED = "interrupted"
 
 
-class Watcher(Protocol):
-    """Is told how a run goes on."""
-
-    def begin(self, what: str, steps: int | None = None) -> None:
-        """A new part of the run begins; with *steps* it is so many steps long."""
-
-    def advance(self, steps: int, loss: float, tokens_per_second: float) -> None:
-        """So many more steps are done; the last had *loss*, in nats per token."""
-
-    def evaluated(self, record: HeldOutRecord) -> None:
-        """The held-out loss was taken."""
-
-    def saved(self, path: Path) -> None:
-        """A checkpoint was written."""
-
-
-class Silent:
-    """A :class:`Watcher` that says nothing."""
-
-    def begin(self, what: str, steps: int | None = None) -> None:
-        """Nothing."""
-
-    def advance(self, steps: int, loss: float, tokens_per_second: float) -> None:
-        """Nothing."""
-
-    def evaluated(self, record: HeldOutRecord) -> None:
-        """Nothing."""
-
-    def saved(self, path: Path) -> None:
-        """Nothing."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run computed; its files are in ``out_dir``. A run that went on from a checkpoint has the steps before it too, if their metrics were there.
+    """What a run computed; its files are in ``out_dir``. A run that went on from a checkpoint has
+    the steps before it too, if their metrics were there.
 
-    ``reference`` holds the losses of the first steps of the same training in one process, ``sample`` what the model
-    wrote after the held-out bytes ``prompt``. Both are empty when the run was interrupted.
+    ``reference`` holds the losses of the first steps of the same training in one process,
+    ``sample`` what the model wrote after the held-out bytes ``prompt``. Both are empty when the run
+    was interrupted.
     """
 
     ending: Ending
@@ -106,7 +72,9 @@ class Outcome:
 
     @property
     def max_difference(self) -> float | None:
-        """The largest |difference| of the loss from the reference's, over the reference's steps; a NaN is infinite."""
+        """The largest |difference| of the loss from the reference's, over the reference's steps; a
+        NaN is infinite.
+        """
         count = len(self.reference)
         common = (record for record in self.trained if record.step <= count)
         found = [abs(record.loss - self.reference[record.step - 1]) for record in common]
@@ -116,13 +84,16 @@ class Outcome:
 def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
     """Run *config*, and write into its ``out_dir``, in place of what an earlier run wrote there:
 
-    ``strategy.json``, ``plan/``, ``metrics.jsonl`` (a line per step and evaluation) and ``model.safetensors`` (under the
-    model's own names, tied ones under each, so that ``load_state_dict`` takes it); checkpoints where ``checkpoint_every`` asks for them. With
-    ``resume`` the run goes on from a checkpoint, under whatever strategy; its metrics up to there are kept.
+    ``strategy.json``, ``plan/``, ``metrics.jsonl`` (a line per step and evaluation) and
+    ``model.safetensors`` (under the model's own names, tied ones under each, so that
+    ``load_state_dict`` takes it); checkpoints where ``checkpoint_every`` asks for them. With
+    ``resume`` the run goes on from a checkpoint, under whatever strategy; its metrics up to there
+    are kept.
 
     After a Ctrl-C the step that is under way is completed, and what there is is written.
 
-    Raises :class:`~piper.errors.PiperError` before any worker is started for whatever can be known to be wrong by then.
+    Raises :class:`~piper.errors.PiperError` before any worker is started for whatever can be known
+    to be wrong by then.
     """
     watcher = watcher or Silent()
     watcher.begin("reading the text")
@@ -183,7 +154,8 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
 def _resumed(config: RunConfig, checkpoints: RunCheckpoints) -> Checkpoint | None:
     """The checkpoint to go on from, if that is wanted.
 
-    Raises :class:`~piper.errors.PiperError` for what is wrong with it, or with those that are there.
+    Raises :class:`~piper.errors.PiperError` for what is wrong with it, or with those that are
+    there.
     """
     found = None
     if config.train.resume is not None:
@@ -194,67 +166,13 @@ def _resumed(config: RunConfig, checkpoints: RunCheckpoints) -> Checkpoint | Non
 
 
 def _earlier_records(resumed: Checkpoint) -> list[Record]:
-    """The metrics of the run that wrote the checkpoint, up to it; none if they are not there any more."""
+    """The metrics of the run that wrote the checkpoint, up to it; none if they are not there any
+    more.
+    """
     metrics = RunFiles(resumed.path.parent.parent).metrics
     if not metrics.is_file():
         return []
     return [record for record in read_metrics(metrics) if record.step <= resumed.step]
-
-
-@dataclass(frozen=True, slots=True)
-class RunFiles:
-    """The files of a run in its folder."""
-
-    folder: Path
-
-    @property
-    def metrics(self) -> Path:
-        """A JSON object per step and evaluation."""
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def model(self) -> Path:
-        """The trained parameters and buffers."""
-        return self.folder / "model.safetensors"
-
-    @property
-    def strategy(self) -> Path:
-        """The directives."""
-        return self.folder / "strategy.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.folder / FOLDER
-
-    @property
-    def plan(self) -> Path:
-        """The folder of the plan's files."""
-        return self.folder / "plan"
-
-    def clear(self) -> None:
-        """Remove what an earlier run wrote, but for its metrics and checkpoints, so that no file of it is taken for this one's.
-
-        Raises :class:`ConfigError` when the folder cannot be written.
-        """
-        try:
-            self.plan.mkdir(parents=True, exist_ok=True)
-            old = (self.plan / "manifest.json", *self.plan.glob("device-*.json"))
-            for path in (self.model, self.strategy, *old):
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.folder}: expected a folder that can be written: {error.strerror}; choose another out_dir"
-            ) from error
-
-    def write_strategy(self, directives: Sequence[Directive], plan: Plan) -> None:
-        """Write the strategy and the plan that was made of it."""
-        dump_strategy(directives, self.strategy)
-        save_plan(plan, self.plan)
-
-    def write_model(self, state: dict[str, torch.Tensor]) -> None:
-        """Write the model's state; each name gets a tensor of its own, since the format knows no sharing."""
-        save_file({name: t.clone().contiguous() for name, t in state.items()}, self.model)
 
 
 class _Enough(Exception):  # noqa: N818 (no error: it ends a call to the trainer)

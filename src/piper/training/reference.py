@@ -1,4 +1,6 @@
-"""The same training in one process: plain PyTorch, every batch in one piece, nothing of piper but the model and the data."""
+"""The same training in one process: plain PyTorch, every batch in one piece, nothing of piper but
+the model and the data.
+"""
 
 from collections.abc import Iterator
 

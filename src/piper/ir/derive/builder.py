@@ -1,4 +1,6 @@
-"""What derivation builds on: the core, the nodes derived so far, and the ids that derived nodes had before."""
+"""What derivation builds on: the core, the nodes derived so far, and the ids that derived nodes had
+before.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,7 +67,9 @@ class Builder:
         return None if chunk.replication is None else self.dag.replications[chunk.replication]
 
     def add(self, node: Node, results: Sequence[Value]) -> tuple[ValueId, ...]:
-        """Add a derived node (its id and outputs are filled in here) that makes values like *results*."""
+        """Add a derived node (its id and outputs are filled in here) that makes values like
+        *results*.
+        """
         known = self.old.get(_key(node))
         if known is not None and len(known.outputs) == len(results):
             identity, outputs = known.id, known.outputs
@@ -81,8 +85,8 @@ class Builder:
     def cut(
         self, names: Sequence[str], limit: int | None, dtype: DType | None = None
     ) -> list[list[str]]:
-        """Cut the parameters *names* into runs of at most *limit* bytes (at least one parameter each), in type *dtype* if given, else in their
-        own.
+        """Cut the parameters *names* into runs of at most *limit* bytes (at least one parameter
+        each), in type *dtype* if given, else in their own.
         """
         buckets: list[list[str]] = []
         size = 0
@@ -97,7 +101,9 @@ class Builder:
         return buckets
 
     def source(self, value: Value) -> ValueId:
-        """The id of the source like *value* (by role and name), which is added if it does not exist."""
+        """The id of the source like *value* (by role and name), which is added if it does not
+        exist.
+        """
         key = (value.role, value.name)
         sources = self._sources()
         if key not in sources:
@@ -110,8 +116,8 @@ class Builder:
         return self._sources()[Role.PARAMETER, name]
 
     def held_spec(self, name: str) -> TensorSpec:
-        """Spec of what a device holds of a parameter, of which only the optimizer's state may be cut further: all of it, or its part of the
-        experts.
+        """Spec of what a device holds of a parameter, of which only the optimizer's state may be
+        cut further: all of it, or its part of the experts.
         """
         spec = self.dag.parameters[name].spec
         if name not in self.experts:
@@ -121,7 +127,9 @@ class Builder:
         return TensorSpec((first // count, *rest), spec.dtype)
 
     def copies(self, name: str, devices: DeviceGroup) -> tuple[DeviceGroup, ...]:
-        """*devices*, all of which hold the parameter, in groups of those that hold the same of it: all of it, or the same experts."""
+        """*devices*, all of which hold the parameter, in groups of those that hold the same of it:
+        all of it, or the same experts.
+        """
         groups = [g for g in self.experts.get(name, ()) if set(g) <= set(devices)]
         return tuple(zip(*groups, strict=True)) if groups else (devices,)
 

@@ -1,4 +1,6 @@
-"""What gradients are divided by before they are used: the loss's total weight, the scale of the loss, or the product of both."""
+"""What gradients are divided by before they are used: the loss's total weight, the scale of the
+loss, or the product of both.
+"""
 
 from collections.abc import Collection, Mapping
 
@@ -18,7 +20,9 @@ SCALED_WEIGHT = Value(ValueId(-1), TensorSpec((), DType.FLOAT64), Role.TOTAL, "s
 
 
 def find_divisors(builder: Builder, groups: Collection[Group]) -> Mapping[Group, ValueId]:
-    """The scalar that gradients are divided by on each of *groups*, which use some; empty if they are not."""
+    """The scalar that gradients are divided by on each of *groups*, which use some; empty if they
+    are not.
+    """
     weights = sum_weights(builder, groups)
     if not builder.dag.loss_scaled or not groups:
         return weights

@@ -1,6 +1,7 @@
 """Gathers: where parameters are sharded, each chunk reads whole ones that were made for it.
 
-Each chunk has gathers of its own; the planner lets consecutive chunks share one, and starts it early.
+Each chunk has gathers of its own; the planner lets consecutive chunks share one, and starts it
+early.
 """
 
 from collections.abc import Iterator
@@ -62,8 +63,8 @@ def _gather(
 
 
 def _buckets(builder: Builder) -> dict[str, tuple[str, ...]]:
-    """The bucket of each parameter that is gathered: parameters of one region and element type, in order of use, up to
-    the bucket size.
+    """The bucket of each parameter that is gathered: parameters of one region and element type, in
+    order of use, up to the bucket size.
     """
     order: dict[tuple[object, ...], list[str]] = {}
     limits: dict[tuple[object, ...], int | None] = {}

@@ -22,7 +22,9 @@ def measure(
     region: Tags,
     owners: Group,
 ) -> ValueId:
-    """What *gradients*, divided by the one of *scales* that is there, add to the norm, on each of *owners*."""
+    """What *gradients*, divided by the one of *scales* that is there, add to the norm, on each of
+    *owners*.
+    """
     work = NormPart(clip.norm, scaled=bool(scales))
     return builder.add(update_chunk(work, region, (*gradients, *scales), owners), [SCALAR])[0]
 
@@ -30,7 +32,9 @@ def measure(
 def combine(
     builder: Builder, clip: Clip, parts: Mapping[ValueId, Group], devices: Group
 ) -> ValueId:
-    """The norm whose parts are *parts*, each with the devices that have one, on all of *devices*."""
+    """The norm whose parts are *parts*, each with the devices that have one, on all of
+    *devices*.
+    """
     sums = [
         builder.add(update_chunk(NormSum(clip.norm), (), mine, home), [SCALAR])[0]
         for home, mine in _by_home(parts, devices).items()

@@ -1,10 +1,11 @@
 """Offloading: what the forward saves for the backward of an offloaded region waits in host memory.
 
-What is moved is memory, not values: tensors of one *storage* (a tensor and its views, also across chunks) go together. A storage is
-moved if giving it up on the device is of use: a forward chunk made it or it arrived in the forward; of everything in it, each value
-that some backward reads is read by backwards of offloaded regions only. So parameters, buffers, batch inputs, and views of
-them stay, and so does what a region that is not offloaded keeps anyway. Readers in the forward, and sends, read the
-device's own copy, which lives until the last of them.
+What is moved is memory, not values: tensors of one *storage* (a tensor and its views, also across
+chunks) go together. A storage is moved if giving it up on the device is of use: a forward chunk
+made it or it arrived in the forward; of everything in it, each value that some backward reads is
+read by backwards of offloaded regions only. So parameters, buffers, batch inputs, and views of them
+stay, and so does what a region that is not offloaded keeps anyway. Readers in the forward, and
+sends, read the device's own copy, which lives until the last of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,9 @@ Storage: TypeAlias = tuple[NodeId, int]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Values that backward chunks ``readers`` (in node order) read: whole storages, which the forward is done with at one time."""
+    """Values that backward chunks ``readers`` (in node order) read: whole storages, which the
+    forward is done with at one time.
+    """
 
     values: tuple[ValueId, ...]
     readers: tuple[Chunk, ...]
@@ -54,8 +57,8 @@ def offload_saved(builder: Builder) -> None:
 def find_saved(
     dag: Dag, nodes: Mapping[NodeId, Node], values: Mapping[ValueId, Value]
 ) -> list[Saved]:
-    """What is to be moved, in parts that the forward is done with at one time and that the same chunks read. *nodes* are core chunks,
-    and what carries values to them.
+    """What is to be moved, in parts that the forward is done with at one time and that the same
+    chunks read. *nodes* are core chunks, and what carries values to them.
     """
     if not any(isinstance(n, Chunk) and n.offload is not None for n in nodes.values()):
         return []
@@ -83,7 +86,9 @@ def find_saved(
 
 
 def _last_forward_uses(nodes: Mapping[NodeId, Node]) -> dict[ValueId, tuple[int, NodeId]]:
-    """The last of the forward chunks that make or read each value, else what carries it: its place in node order and its id."""
+    """The last of the forward chunks that make or read each value, else what carries it: its place
+    in node order and its id.
+    """
     last: dict[ValueId, tuple[int, NodeId]] = {}
     for place, node in enumerate(nodes.values()):
         if isinstance(node, Comm):

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from piper.errors import CheckpointError
-from piper.runtime.checkpoint import decode, encode
+from piper.runtime.checkpoint.values import decode, encode
 from piper.runtime.tensor_file import TensorSpec, file_digest, in_file_order, write_tensors
 
 TENSORS = {

@@ -1,0 +1,109 @@
+"""What a check found, step by step, and how it is printed."""
+
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from piper.api.compare import Errors
+from piper.capture.precision import Precision
+from piper.errors import CheckError
+
+WHOLE_BATCH_TOLERANCE = 1e-8
+"""Larger differences between the step's loss and that of the whole batch in one piece are pointed
+out.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepErrors:
+    """Errors of one step against single-process training: of the loss, and, on every device that
+    holds one, of each gradient, updated parameter, buffer, and tensor of the optimizer's state; of
+    the gradients' norm, if they are clipped; of the scale of the loss, if that is scaled, which is
+    infinitely wrong too where a step was skipped on one side only.
+    """
+
+    step: int
+    loss: float
+    gradients: Errors
+    parameters: Errors
+    buffers: Errors
+    optimizer: Errors
+    grad_norm: float = 0.0
+    loss_scale: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The comparison. Print it with rich, or read its fields.
+
+    ``whole_batch_difference`` is the relative difference between the first step's loss and the loss
+    of the whole batch in one piece: nonzero where microbatches change the meaning of the model
+    (BatchNorm, means over unequal counts).
+    """
+
+    steps: tuple[StepErrors, ...]
+    tolerance: float
+    whole_batch_difference: float
+    precision: Precision | None = None
+
+    @property
+    def max_loss_error(self) -> float:
+        """Largest relative error of a step's loss."""
+        return max(step.loss for step in self.steps)
+
+    @property
+    def max_grad_error(self) -> float:
+        """Largest relative error of a gradient, of the norm of all, or of the scale of the loss."""
+        return max(max(s.gradients.worst, s.grad_norm, s.loss_scale) for s in self.steps)
+
+    @property
+    def max_param_error(self) -> float:
+        """Largest relative error of an updated parameter, buffer or optimizer state."""
+        return max(max(s.parameters.worst, s.buffers.worst, s.optimizer.worst) for s in self.steps)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error is within the tolerance."""
+        return max(self.max_loss_error, self.max_grad_error, self.max_param_error) <= self.tolerance
+
+    def require(self) -> None:
+        """Raise :class:`CheckError` unless ``ok``."""
+        if not self.ok:
+            raise CheckError(
+                f"the strategy differs from single-process training: errors of loss {self.max_loss_error:.1e}, "
+                f"gradients {self.max_grad_error:.1e}, parameters {self.max_param_error:.1e}; allowed {self.tolerance:.0e}"
+            )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """A table of the worst errors, the verdict, and what to know about the loss."""
+        types = "float64" if self.precision is None else str(self.precision.types)
+        table = Table(
+            "step", "what", "worst at", "error", title=f"against single-process training, {types}"
+        )
+        for step in self.steps:
+            table.add_row(str(step.step), "loss", "", _mark(step.loss, self.tolerance))
+            for what, errors in (
+                ("gradients", step.gradients),
+                ("parameters", step.parameters),
+                ("buffers", step.buffers),
+                ("optimizer state", step.optimizer),
+            ):
+                if errors.by_name:
+                    name = max(errors.by_name, key=errors.by_name.__getitem__)
+                    table.add_row("", what, name, _mark(errors.worst, self.tolerance))
+            if step.grad_norm:
+                table.add_row("", "gradients' norm", "", _mark(step.grad_norm, self.tolerance))
+            if step.loss_scale:
+                table.add_row("", "scale of the loss", "", _mark(step.loss_scale, self.tolerance))
+        yield table
+        yield "[green]equal[/green]" if self.ok else "[red]different[/red]"
+        if self.whole_batch_difference > WHOLE_BATCH_TOLERANCE:
+            yield (
+                f"[yellow]note[/yellow]: the loss of the whole batch in one piece differs by {self.whole_batch_difference:.1e}: "
+                "microbatches change what this model or loss computes (batch statistics, a mean over unequal counts)"
+            )
+
+
+def _mark(error: float, tolerance: float) -> str:
+    return f"[{'green' if error <= tolerance else 'red'}]{error:.1e}[/]"

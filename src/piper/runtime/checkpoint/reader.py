@@ -1,0 +1,211 @@
+"""Reading a checkpoint: tensors when they are asked for, from files that are mapped into memory."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Self, TypeVar
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from piper.devices.tensors import torch_dtype
+from piper.errors import CheckpointError
+from piper.runtime.checkpoint.index import (
+    FORMAT,
+    INDEX,
+    VERSION,
+    Entry,
+    Head,
+    Index,
+    OptimizerIndex,
+    Piece,
+    check_pieces,
+)
+from piper.runtime.checkpoint.values import decode
+from piper.runtime.snapshot import OptimizerSnapshot, StateSnapshot
+from piper.runtime.tensor_file import (
+    file_digest,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint on disk, as :meth:`open` finds it. Tensors are read when they are asked for."""
+
+    path: Path
+    index: Index
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Checkpoint":
+        """The checkpoint in the folder *path*.
+
+        Raises :class:`CheckpointError` when there is none, or its index is damaged or of another
+        version. The files of tensors are not looked at.
+        """
+        folder = Path(path).absolute()
+        try:
+            content = (folder / INDEX).read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}: expected the folder of a checkpoint, with an {INDEX}: {error.strerror}"
+            ) from error
+        try:
+            head = msgspec.json.decode(content, type=Head)
+            if (head.format, head.version) == (FORMAT, VERSION):
+                index = msgspec.json.decode(content, type=Index)
+                check_pieces(index)
+                return cls(folder, index)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder / INDEX}: expected the index of a checkpoint: {error}; use another checkpoint"
+            ) from error
+        raise CheckpointError(
+            f"{folder}: expected {FORMAT!r}, version {VERSION}, found {head.format!r}, version {head.version}; load it with the version "
+            "of piper that wrote it"
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps that had been done."""
+        return self.index.step
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """What was given to ``save`` as ``metadata``."""
+        return {key: decode(value) for key, value in self.index.metadata.items()}
+
+    def weights(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The named parameters and buffers. May be passed to ``compile`` as ``init``.
+
+        Raises :class:`CheckpointError` for a name that there is not, or a file that cannot be read.
+        """
+        entries = self.index.parameters | self.index.buffers
+        if missing := sorted(set(names) - set(entries)):
+            raise CheckpointError(
+                f"{self.path}: there is no parameter or buffer {missing[0]!r} ({len(missing)} missing in all)"
+            )
+        with _Files(self) as files:
+            return {name: files.tensor(entries[name]).clone() for name in names}
+
+    def snapshot(self, stack: ExitStack) -> StateSnapshot:
+        """All of the state; each tensor is read when it is used, and files stay open until *stack*
+        is closed.
+        """
+        files = stack.enter_context(_Files(self))
+        return _snapshot(self.index, files.tensor)
+
+    def outline(self) -> StateSnapshot:
+        """Like :meth:`snapshot`, but of tensors without elements, on the meta device."""
+        return _snapshot(self.index, _without_elements)
+
+    def damage(self, files: Iterable[int]) -> str | None:
+        """What is wrong with one of the numbered files, if anything is: missing, cut off, or
+        changed since it was written.
+        """
+        for number in files:
+            info = self.index.files[number]
+            path = self.path / info.name
+            try:
+                if (found := path.stat().st_size) != info.nbytes:
+                    return f"{path}: expected {info.nbytes} bytes, found {found}: the file is truncated or not the one that was written"
+                if file_digest(path) != info.sha256:
+                    return f"{path}: its contents are not what was written (another SHA-256): the file is damaged"
+            except OSError as error:
+                return f"{path}: expected a file of the checkpoint that every device can read: {error.strerror}"
+        return None
+
+
+class _Files:
+    """The files of a checkpoint, opened when first read, mapped into memory; a context manager."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._open: dict[int, safe_open] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """The whole tensor; it may be a view of the file.
+
+        Raises :class:`CheckpointError` for a file that cannot be read.
+        """
+        dtype = torch_dtype(entry.dtype)
+        pieces = [self._piece(piece, dtype) for piece in entry.pieces]
+        if not pieces:
+            return torch.empty(entry.shape, dtype=dtype)
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return flat.reshape(entry.shape)
+
+    def _piece(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        name = self._checkpoint.index.files[piece.file].name
+        try:
+            if piece.file not in self._open:
+                file = safe_open(self._checkpoint.path / name, framework="pt")
+                self._open[piece.file] = self._stack.enter_context(file)
+            found: torch.Tensor = self._open[piece.file].get_tensor(piece.key)  # type: ignore[no-untyped-call]  # safetensors' own
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{self._checkpoint.path / name}: could not read {piece.key!r}: {error}"
+            ) from error
+        flat = found.reshape(-1)
+        flat = flat if flat.dtype == dtype else flat.view(dtype)
+        if flat.numel() != piece.count:
+            raise CheckpointError(
+                f"{self._checkpoint.path / name}: {piece.key!r}: expected {piece.count} elements, found {flat.numel()}"
+            )
+        return flat
+
+
+class _Lazy(Mapping[str, T], Generic[T]):
+    """A mapping whose values are made at each access."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], T]) -> None:
+        self._names, self._make = dict.fromkeys(names), make
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _snapshot(index: Index, read: Callable[[Entry], torch.Tensor]) -> StateSnapshot:
+    optimizer = index.optimizer
+    return StateSnapshot(
+        _Lazy(index.parameters, lambda name: read(index.parameters[name])),
+        _Lazy(index.buffers, lambda name: read(index.buffers[name])),
+        None if optimizer is None else _optimizer(optimizer, read),
+    )
+
+
+def _optimizer(index: OptimizerIndex, read: Callable[[Entry], torch.Tensor]) -> OptimizerSnapshot:
+    def state(name: str) -> Mapping[str, object]:
+        tensors, values = index.tensors.get(name, {}), index.values.get(name, {})
+        return _Lazy(
+            (*tensors, *values),
+            lambda key: read(tensors[key]) if key in tensors else decode(values[key]),
+        )
+
+    groups = tuple({k: decode(v) for k, v in group.options.items()} for group in index.groups)
+    return OptimizerSnapshot(_Lazy((*index.tensors, *index.values), state), groups)
+
+
+def _without_elements(entry: Entry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
