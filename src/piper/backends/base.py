@@ -27,7 +27,6 @@ from piper.errors import (
     StateError,
 )
 from piper.ir.dag import ElementTypes, Parameter, Role
-from piper.ops.keep import KeepGradients
 from piper.ops.load_input import LoadInput
 from piper.ops.update import OptimizerStep
 from piper.ops.write_buffer import WriteBuffer
@@ -585,13 +584,11 @@ def _refuse_missing_copies(plan: Plan, holdings: _Holdings, constants: frozenset
 
 
 def _refuse_stale_copies(plan: Plan, holdings: _Holdings) -> None:
-    """Refuse a plan that writes a parameter or buffer, or keeps a gradient, on some of the devices that
-    hold it, but not on all.
-    """
+    """Refuse a plan that writes a parameter or buffer on some of the devices that hold it, but not on all."""
     written: dict[str, set[int]] = {}
     for mine in plan.devices:
         for instruction in mine.instructions:
-            if isinstance(instruction, (OptimizerStep, KeepGradients)):
+            if isinstance(instruction, OptimizerStep):
                 names: tuple[str, ...] = instruction.names
             else:
                 names = (instruction.name,) if isinstance(instruction, WriteBuffer) else ()
