@@ -7,6 +7,7 @@
 3. The same layer with every instruction recorded against the same without. Goal: at most 2% slower.
 """
 
+import argparse
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -261,6 +262,7 @@ def recording_cost(width: int, rows: int, length: int, rounds: int) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     torch.set_num_threads(1)
     print(machine())
     instruction_costs()

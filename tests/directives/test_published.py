@@ -1,12 +1,14 @@
 """Strategy files in the forms of the published system load as they are, and run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from tests.equality import expert_matrix, planned
+from tests.equality.matrix import adam
 
 import piper
-from piper.directives.base import DIRECTIVES
 from piper.directives.order import Order
 from piper.directives.place import Place
 from piper.directives.replicate import Replicate
@@ -92,14 +94,23 @@ def test_files_load_and_run(tmp_path, name):
     report.require()
 
 
-@pytest.mark.skipif("shard" not in DIRECTIVES, reason="needs expert parallelism")
 @pytest.mark.parametrize("groups", [TWO, V], ids=["stages", "V"])
 @pytest.mark.parametrize("options", [REDUCE, ZERO_3], ids=["replicas", "ZeRO-3"])
-def test_files_with_experts_load(tmp_path, groups, options):
+def test_files_with_experts_load_and_run(tmp_path, groups, options):
     contents = [*places(*groups), *replicates(*groups, **options), *shards(*groups), SPLIT]
+    contents += ORDERS if groups is TWO else []
     strategy = piper.load_strategy(write(tmp_path, contents))
-    names = [type(directive).__name__ for directive in strategy]
-    assert names.count("Shard") == names.count("Place") == len(groups)
+    assert len(strategy) == len(contents)
+    stages, pieces, form = len(groups), 4, "dropless"
+    captured = expert_matrix._captured(stages, form)
+    rows = pieces * expert_matrix.ROWS
+    plan = piper.plan(piper.apply(replace(captured.dag, batch_size=rows), strategy))
+    piper.verify(plan)
+    assert len(plan.dag.expert_groups) == 2 * stages
+    model, batches = expert_matrix._model(stages, form), expert_matrix._batches(pieces)
+    found = planned.train(plan, captured.constants, model, batches, adam)
+    expected = expert_matrix._expected(stages, form, pieces)
+    assert planned.compare(found, expected).worst <= expert_matrix.TOLERANCE
 
 
 def test_filters_as_lists_of_pairs(tmp_path):

@@ -11,15 +11,17 @@ from piper.directives.strategy import apply
 from piper.ir.dag import Clip, Dag, GradientUse, Role
 from piper.ir.derive import derive
 from piper.ir.edit import use_gradients
-from piper.ops.all_reduce import AllReduce
+from piper.ops.accumulate import Sum
+from piper.ops.all_reduce import AllReduce, AllReduceBucket
 from piper.ops.base import ReduceOp
 from piper.ops.grad_norm import CombineParts, FinishNorm, MeasureGradients, Norm, NormPart, NormSum
 from piper.ops.keep import AddKept, AddKeptGradients, Keep, KeepGradients
+from piper.ops.reduce_scatter import ReduceScatter
 from piper.ops.report import Report
 from piper.ops.update import OptimizerStep, Update
 from piper.plan.codec import decode_plan, encode_plan
 from piper.planner import plan
-from piper.verify import verify
+from piper.verify import find_problems, verify
 
 
 def dag_of(
@@ -195,25 +197,203 @@ def test_a_norm_of_sums_that_are_not_divided():
     assert "must be divided by the total loss weight exactly once" in wrong(spoiled)
 
 
-@pytest.mark.parametrize("kind", [NormPart, Update])
-def test_gradients_that_lack_what_was_kept(kind):
-    dag = dag_of(GradientUse.ADD)
-    (added,) = [n for n in dag.nodes.values() if isinstance(n.work, AddKept)][:1]
-    reader = next(
-        n for n in dag.nodes.values() if isinstance(n.work, kind) and added.outputs[0] in n.inputs
+# --- what a step keeps, and what the next one adds ------------------------------------------------------
+
+
+def of_kind(dag: Dag, kind: type, count: int = 0):
+    """Node number *count* of a kind of work."""
+    return [n for n in dag.nodes.values() if isinstance(n.work, kind)][count]
+
+
+def reading(dag: Dag, node, **instead) -> Dag:
+    """*dag* with *node* reading other values: ``instead`` maps ``v<id>`` to them."""
+    inputs = tuple(instead.get(f"v{v}", v) for v in node.inputs)
+    return dataclasses.replace(
+        dag, nodes={**dag.nodes, node.id: replace_struct(node, inputs=inputs)}
     )
-    inputs = tuple(added.inputs[0] if v == added.outputs[0] else v for v in reader.inputs)
-    nodes = {**dag.nodes, reader.id: replace_struct(reader, inputs=inputs)}
-    text = wrong(dataclasses.replace(dag, nodes=nodes))
+
+
+def again(dag: Dag, node, inputs) -> tuple[Dag, tuple]:
+    """*dag* with another node like *node* that reads *inputs*, and what it makes."""
+    first = max(dag.values) + 1
+    outputs = tuple(range(first, first + len(node.outputs)))
+    values = {
+        new: replace_struct(dag.values[old], id=new)
+        for new, old in zip(outputs, node.outputs, strict=True)
+    }
+    copy = replace_struct(node, id=max(dag.nodes) + 1, inputs=inputs, outputs=outputs)
+    nodes = {**dag.nodes, copy.id: copy}
+    return dataclasses.replace(dag, nodes=nodes, values={**dag.values, **values}), outputs
+
+
+def one_bucket(use: GradientUse, *, weighted: bool = False, **options) -> Dag:
+    """One stage on two replicas, one parameter, one bucket."""
+    strategy = pipeline(1, replicas=2, microbatches=2, **options)
+    dag = apply(chain(1, ROWS, weighted=weighted), strategy)
+    return derive(use_gradients(dag, use, None).dag)
+
+
+def without(dag: Dag, *kinds: type) -> Dag:
+    """*dag* without the nodes of some kinds of work."""
+    nodes = {i: n for i, n in dag.nodes.items() if not isinstance(n.work, kinds)}
+    return dataclasses.replace(dag, nodes=nodes)
+
+
+def sums_of(node) -> tuple:
+    """The sums that a node keeps, or adds to what is kept."""
+    return node.inputs[: len(node.work.parameters)]
+
+
+def renamed(found, wanted) -> dict:
+    return {f"v{a}": b for a, b in zip(found, wanted, strict=True)}
+
+
+def refusals(dag: Dag) -> str:
+    """All that is wrong with its plan."""
+    return "\n".join(p.text for p in find_problems(plan(dag)))
+
+
+REDUCES = {None: AllReduce, "shard_optimizer": ReduceScatter}
+
+
+@pytest.mark.parametrize("level", REDUCES)
+def test_only_the_updating_step_reduces(level):
+    flags = {} if level is None else {level: True}
+    kind = REDUCES[level]
+    for use in GradientUse:
+        dag = one_bucket(use, **flags)
+        count = sum(isinstance(n.work, kind) for n in dag.nodes.values())
+        assert count == (use is not GradientUse.KEEP)
+        verify(plan(dag))
+
+
+@pytest.mark.parametrize("level", REDUCES)
+def test_what_was_kept_is_left_out(level):
+    dag = one_bucket(GradientUse.ADD, **({} if level is None else {level: True}))
+    added, reduction = of_kind(dag, AddKept), of_kind(dag, REDUCES[level])
+    text = wrong(reading(dag, reduction, **renamed(added.outputs, sums_of(added))))
     assert "what was kept from earlier steps is not in the gradients" in text
+    assert "missing: what device 0 kept" in text
+    assert "missing: what device 1 kept" in text
 
 
-def test_gradients_that_nobody_keeps():
-    dag = dag_of(GradientUse.KEEP, norm=None)
-    keep = next(n for n in dag.nodes.values() if isinstance(n.work, Keep))
-    nodes = {i: n for i, n in dag.nodes.items() if i != keep.id}
-    text = wrong(dataclasses.replace(dag, nodes=nodes))
-    assert "its gradient is never kept" in text
+def test_what_one_device_kept_is_left_out():
+    planned = plan(one_bucket(GradientUse.ADD))
+    added = planned.devices[1].instructions[find(planned, 1, AddKeptGradients)]
+    at = find(planned, 1, AllReduceBucket)
+    assert "expected total w0" in texts(edit(planned, 1, at, inputs=added.gradients), "fidelity")
+
+
+def test_what_was_kept_is_added_twice():
+    dag = one_bucket(GradientUse.ADD)
+    added, reduction = of_kind(dag, AddKept), of_kind(dag, AllReduce)
+    count = len(added.outputs)
+    dag, twice = again(dag, added, (*added.outputs, *added.inputs[count:]))
+    text = refusals(reading(dag, reduction, **renamed(added.outputs, twice)))
+    assert "stored the next step's value there" in text
+
+
+def test_nothing_is_reduced():
+    """Each device would update from its own gradients of all steps."""
+    dag = one_bucket(GradientUse.ADD)
+    reduction, update = of_kind(dag, AllReduce), of_kind(dag, Update)
+    text = wrong(reading(dag, update, **renamed(reduction.outputs, reduction.inputs)))
+    assert "missing: what device 1 kept" in text
+    assert "missing: contribution" in text
+
+
+def test_the_sum_is_reduced_twice():
+    dag = one_bucket(GradientUse.ADD)
+    reduction, update = of_kind(dag, AllReduce), of_kind(dag, Update)
+    dag, twice = again(dag, reduction, reduction.outputs)
+    text = wrong(reading(dag, update, **renamed(reduction.outputs, twice)))
+    assert "2 times: what device 0 kept" in text
+    assert "2 times: contribution" in text
+
+
+def test_what_was_kept_is_added_after_the_reduction():
+    """It was not reduced: each device would have its own only."""
+    dag = one_bucket(GradientUse.ADD)
+    added, reduction, update = (of_kind(dag, kind) for kind in (AddKept, AllReduce, Update))
+    dag = reading(dag, reduction, **renamed(added.outputs, sums_of(added)))
+    count = len(added.outputs)
+    dag, late = again(dag, added, (*reduction.outputs, *added.inputs[count:]))
+    dag = dataclasses.replace(dag, nodes={i: n for i, n in dag.nodes.items() if i != added.id})
+    assert "missing: what device" in wrong(reading(dag, update, **renamed(reduction.outputs, late)))
+
+
+def test_what_is_kept_was_reduced():
+    """The updating step would reduce it a second time."""
+    reduction = of_kind(one_bucket(GradientUse.UPDATE), AllReduce)
+    dag = one_bucket(GradientUse.KEEP)
+    keep = of_kind(dag, Keep)
+    sums = sums_of(keep)
+    like = replace_struct(reduction, outputs=sums)
+    dag, reduced = again(dag, like, sums)
+    text = wrong(reading(dag, keep, **renamed(sums, reduced)))
+    assert "what devices keep of the gradient of 'w0' should be all of it together" in text
+    assert "2 times: contribution" in text
+
+
+@pytest.mark.parametrize("level", ["shard_grads", "shard_params"])
+def test_a_slice_that_is_not_kept(level):
+    dag = one_bucket(GradientUse.KEEP, **{level: True})
+    changed = {
+        node.id: replace_struct(node, devices=node.devices[:1])
+        for node in (of_kind(dag, Keep), of_kind(dag, Sum))
+    }
+    text = wrong(dataclasses.replace(dag, nodes={**dag.nodes, **changed}))
+    assert "what devices keep of the gradient of 'w0' slice 1 should be all of it" in text
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_gradients_that_a_device_does_not_keep(replicas):
+    dag = one_bucket(GradientUse.KEEP)
+    changed = {
+        node.id: replace_struct(node, devices=node.devices[:replicas])
+        for node in (of_kind(dag, Keep), of_kind(dag, Sum))
+    }
+    dag = without(dag, Keep, Sum)
+    if replicas:
+        dag = dataclasses.replace(dag, nodes={**dag.nodes, **changed})
+    text = wrong(dag)
+    assert "what devices keep of the gradient of 'w0' should be all of it together" in text
+    assert "from device 1" in text
+    assert ("from device 0" in text) == (replicas == 0)
+
+
+def test_gradients_that_are_kept_twice():
+    dag = one_bucket(GradientUse.KEEP)
+    keep = of_kind(dag, Keep)
+    dag, _ = again(dag, keep, keep.inputs)
+    assert "stored the next step's value there" in refusals(dag)
+
+
+def test_what_is_kept_is_not_divided():
+    dag = one_bucket(GradientUse.KEEP, weighted=True)
+    keep = of_kind(dag, Keep)
+    count = len(keep.work.parameters)
+    spoiled = replace_struct(
+        keep,
+        work=replace_struct(keep.work, scaled=False),
+        inputs=(*keep.inputs[:count], *keep.inputs[count + 1 :]),
+    )
+    text = wrong(dataclasses.replace(dag, nodes={**dag.nodes, keep.id: spoiled}))
+    assert "must be divided by the total loss weight exactly once" in text
+
+
+@pytest.mark.parametrize("use", [GradientUse.KEEP, GradientUse.ADD])
+@pytest.mark.parametrize("level", LEVELS)
+def test_folded_plans(level, use):
+    """Devices without a program keep, and add, what those do that stand for them."""
+    flags = {} if level is None else {level: True}
+    strategy = pipeline(2, replicas=4, microbatches=2, **flags)
+    for weighted in (False, True):
+        dag = apply(chain(2, ROWS, weighted=weighted, tied=True), strategy)
+        dag = derive(use_gradients(dag, use, Clip(Norm.L2, 1.0)).dag)
+        planned = plan(dag, fold=True)
+        assert any(len(role) > 1 for role in planned.roles)
+        verify(planned)
 
 
 def test_a_step_that_keeps_and_updates():

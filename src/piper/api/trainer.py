@@ -18,7 +18,8 @@ from piper.api.rows import Rows
 from piper.api.user_names import snapshot_from, user_state
 from piper.backends.base import Backend, StepResult
 from piper.errors import BatchError, StateError
-from piper.ir.dag import Dag, GradientUse, LossKind
+from piper.ids import DeviceId
+from piper.ir.dag import Dag, GradientUse, LossKind, Role
 from piper.plan.account import account
 from piper.runtime.batch import Batch, Data
 from piper.runtime.checkpoint.reader import Checkpoint
@@ -85,7 +86,8 @@ class Trainer:
         self._trained = _trained(program)
         self._loaded: set[str] = set()
         self._step = 0
-        self._kept: set[str] = set()  # parameters with gradients of steps that updated nothing
+        # Parameters with gradients of steps that updated nothing, and the devices that keep some.
+        self._kept: set[tuple[str, DeviceId]] = set()
         self._kept_steps = 0
         self._closed = False
         policy = None if programs.precision is None else programs.precision.loss_scale
@@ -121,10 +123,12 @@ class Trainer:
         With ``update=False`` nothing is updated and no optimizer step counted: the gradients are kept, and the next step that updates adds
         them to its own, as several calls of ``backward`` do. Each step's gradients are those of its own loss, a mean or a sum over weights; adding
         changes none of them. What is clipped is the sum. The random numbers of each call are its own. Kept gradients are not part
-        of any saved state: :meth:`load_state_dict` and :meth:`close` drop them.
+        of any saved state: :meth:`load_state_dict` and :meth:`close` drop them. Each device keeps what it has summed itself: what is reduced once
+        per step is so in the step that updates only (as under DDP's ``no_sync``). With ZeRO-1 whole gradients are kept for that; ZeRO-2 and 3, which never
+        hold a whole gradient, reduce-scatter in every step and keep slices.
 
         A batch of new shapes or constants is captured and planned first. Raises :class:`BatchError` or
-        :class:`SplitError` for a batch that does not fit the strategy, or under which a parameter with a kept gradient has none,
+        :class:`SplitError` for a batch that does not fit the strategy, or under which a device that keeps a gradient of some parameter computes none,
         :class:`RunError` for a failure on a device.
         """
         if update:
@@ -327,16 +331,18 @@ class Trainer:
         """A training step that keeps its gradients."""
         self._train = self._programs.training(batch, GradientUse.KEEP)
         (result,) = self._call(self._train, [batch], self._step)
-        self._kept |= _with_gradients(self._train)
+        self._kept |= _keeping(self._train)
         self._kept_steps += 1
         return self._result(result, _tokens(batch, None))
 
     def _require_kept(self, program: Program) -> None:
-        """Refuse to update without what is kept of some parameter."""
-        if missing := sorted(self._kept - _with_gradients(program)):
+        """Refuse to update without what is kept of some parameter on some device."""
+        if missing := sorted(self._kept - _keeping(program)):
+            name, device = missing[0]
+            count = len({name for name, _ in missing})
             raise BatchError(
-                f"parameter {missing[0]!r} has a gradient from step(update=False), but none under this batch, so this step would not "
-                f"update it ({len(missing)} such parameters); end the accumulation with a batch that uses it"
+                f"parameter {name!r} has a gradient from step(update=False) on device {device}, which computes none under this batch, so "
+                f"this step would lose it ({count} such parameters); end the accumulation with a batch that uses it there"
             )
 
     def _forget(self) -> None:
@@ -501,9 +507,14 @@ def _seed_of_call(seed: int, kept_steps: int) -> int:
     return seed + (kept_steps << 32)
 
 
-def _with_gradients(program: Program) -> set[str]:
-    """The parameters that have a gradient under *program*."""
-    return {name for name, values in program.plan.dag.contributions.items() if values}
+def _keeping(program: Program) -> set[tuple[str, DeviceId]]:
+    """The parameters of which *program* keeps gradients, or adds those that are kept, and on which devices."""
+    return {
+        (slot.name, device.device)
+        for device in program.plan.devices
+        for slot in device.slots
+        if slot.role is Role.KEPT
+    }
 
 
 def _trained(program: Program) -> set[str]:

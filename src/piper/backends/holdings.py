@@ -8,7 +8,6 @@ import torch
 
 from piper.errors import StateError
 from piper.ir.dag import Role
-from piper.ops.keep import KeepGradients
 from piper.ops.update import OptimizerStep
 from piper.ops.write_buffer import WriteBuffer
 from piper.plan.model import DevicePlan, Plan
@@ -122,7 +121,7 @@ def refuse_stale_copies(plan: Plan, holdings: Holdings) -> None:
     written: dict[str, set[int]] = {}
     for mine in plan.devices:
         for instruction in mine.instructions:
-            if isinstance(instruction, (OptimizerStep, KeepGradients)):
+            if isinstance(instruction, OptimizerStep):
                 names: tuple[str, ...] = instruction.names
             else:
                 names = (instruction.name,) if isinstance(instruction, WriteBuffer) else ()

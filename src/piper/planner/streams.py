@@ -17,6 +17,7 @@ from piper.ids import DeviceId, NodeId
 from piper.ir.check import topological_order
 from piper.ir.dag import Chunk, Dag, DeviceGroup, Pass
 from piper.ops.accumulate import Sum
+from piper.ops.keep import AddKept, Keep
 
 Lane: TypeAlias = int
 """A set of devices that run the same chunks, and so the same order."""
@@ -99,7 +100,7 @@ class _Simulation:
         return released
 
     def _is_sum(self, node: NodeId) -> bool:
-        return isinstance(self.dag.nodes[node].work, Sum)
+        return isinstance(self.dag.nodes[node].work, (Sum, Keep, AddKept))
 
     def _urgency(self, node: NodeId) -> tuple[bool, float]:
         """Smaller is sooner."""

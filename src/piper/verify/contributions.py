@@ -27,6 +27,7 @@ from piper.ops.update import OptimizerStep
 from piper.plan.roles import Roles
 from piper.verify.deadlock import Place
 from piper.verify.fidelity import delivered_to
+from piper.verify.keeping import Keeping, kept_by, kept_counts
 from piper.verify.norms import Norms
 from piper.verify.symbolic import WHOLE, Total
 from piper.verify.trace import Problem, Subject, describe_value
@@ -113,7 +114,10 @@ class _Origins:
             history = hash((total.history, number))
             counted = _number(moved, size)
             part = self.part(total.name, renamed(owners[0][0][1])) if owners else total.part
-            images.append(replace(total, counts=counted, history=history, part=part))
+            kept = sum(
+                n * kept_by(renamed(device)) for device, n in kept_counts(total.kept).items()
+            )
+            images.append(replace(total, counts=counted, history=history, kept=kept, part=part))
         return images
 
     def _owner(self, name: str, digit: int) -> tuple[ValueId, DeviceId]:
@@ -171,7 +175,8 @@ class _Symbolic:
             str, dict[int, tuple[int, int, tuple[int, int]]]
         ] = {}  # name → device → position, history, part of the experts and slice
         self.refreshed: dict[str, set[int]] = {}  # name → devices whose whole copy was remade
-        self.norms = Norms(subject, self.totals, self.origins.full)
+        self.keeping = Keeping(subject.dag)
+        self.norms = Norms(subject, self.totals, self.complete)
 
     def run(self, completed: Sequence[tuple[Place, ...]]) -> Iterator[str]:
         digits = self.origins.digits
@@ -200,7 +205,10 @@ class _Symbolic:
                 value = trace.values[slot]
                 if value in digits:
                     self.totals[device][slot] = self.origins.total(value, trace.device)
-        yield from self.copies()
+        if self.subject.dag.gradient_use is GradientUse.KEEP:
+            yield from self.kept()
+        else:
+            yield from self.copies()
 
     def accumulate(self, device: int, i: int) -> Iterator[str]:
         """Add, per total."""
@@ -211,7 +219,7 @@ class _Symbolic:
             instruction.totals, instruction.left, instruction.right, strict=True
         ):
             one, two = totals.get(left), totals.get(right)
-            if one is None or two is None or (one.target, one.shard) != (two.target, two.shard):
+            if one is None or two is None or _kind(one) != _kind(two):
                 yield (
                     f"{self.subject.at(device, i)}: {self.subject.slot(device, left)} and "
                     f"{self.subject.slot(device, right)} are not contributions to one sum"
@@ -317,7 +325,7 @@ class _Symbolic:
 
     def update(self, device: int, i: int) -> Iterator[str]:
         """Compare the sums that an update uses with what they should be."""
-        subject, full = self.subject, self.origins.full
+        subject = self.subject
         instruction = subject.traces[device].instructions[i]
         assert isinstance(instruction, OptimizerStep)
         here = subject.at(device, i)
@@ -331,7 +339,7 @@ class _Symbolic:
         ):
             total = self.totals[device].get(slot)
             key = (name, self.origins.part(name, device))
-            if total is None or total.target != key or total.counts != full.get(key):
+            if total is None or total.target != key or not self.complete(total):
                 yield self.wrong(here, device, slot, name, total)
                 continue
             info = subject.plan.devices[device].slots[parameter]
@@ -392,7 +400,7 @@ class _Symbolic:
             yield f"{here}: what was kept from earlier steps is not in the gradients"
 
     def keep(self, device: int, i: int) -> Iterator[str]:
-        """Gradients are added to what is kept, or what is kept is added to them."""
+        """Sums are added to what is kept, or what is kept is added to them."""
         subject = self.subject
         instruction = subject.traces[device].instructions[i]
         assert isinstance(instruction, (KeepGradients, AddKeptGradients))
@@ -408,20 +416,33 @@ class _Symbolic:
             zip(instruction.names, instruction.gradients, strict=True)
         ):
             total = totals.get(slot)
-            key = (name, self.origins.part(name, device))
-            if total is None or total.target != key or total.counts != self.origins.full.get(key):
+            if total is None or total.target != (name, self.origins.part(name, device)):
                 yield self.wrong(here, device, slot, name, total)
                 continue
             if slots[instruction.kept[k]].name != name or total.final:
                 yield f"{here}: {subject.slot(device, instruction.kept[k])} is not what is kept of {name!r}"
-            if total.shard != self.slice_on(device, name):
-                yield f"{here}: slice {total.shard} of the gradient of {name!r} is kept on the device of another"
+            if total.shard != self.keeping.slice(name, device):
+                wanted_slice, found = (
+                    "all" if k == WHOLE else f"slice {k}"
+                    for k in (self.keeping.slice(name, device), total.shard)
+                )
+                yield f"{here}: {wanted_slice} of the gradient of {name!r} is kept here, found {found}"
             if isinstance(instruction, AddKeptGradients):
                 histories = tuple(totals[s].history for s in scale if s in totals)
                 history = hash((total.history, histories))
-                totals[instruction.totals[k]] = replace(total, history=history, final=True)
+                kept = total.kept + kept_by(device)
+                totals[instruction.totals[k]] = replace(total, history=history, kept=kept)
             else:
                 yield from self.used(device, i, name, total, scale)
+                for share in (total, *self.elsewhere(device, total)):
+                    self.keeping.keep(share)
+
+    def elsewhere(self, device: int, total: Total) -> Iterable[Total]:
+        """What *total* is on the devices for which *device* stands, if the plan is folded."""
+        if (roles := self.subject.roles) is None:
+            return ()
+        others = next((role[1:] for role in roles.roles if role[0] == device), ())
+        return [image for image in self._images(total, others, roles) if image is not None]
 
     def measure(self, device: int, i: int) -> Iterator[str]:
         """Gradients are measured as they will be used."""
@@ -443,23 +464,34 @@ class _Symbolic:
             return f"{found}, but is no sum of contributions"
         if total.name != name:
             return f"{found}, but is a sum for {total.name or 'the loss weight'!r}"
-        return f"{found}, but\n{self.origins.difference(self.subject.dag, total)}"
+        lines = [self.origins.difference(self.subject.dag, total), *self.keeping.difference(total)]
+        return f"{found}, but\n" + "\n".join(line for line in lines if line)
+
+    def complete(self, total: Total) -> bool:
+        """Whether *total* is a whole gradient, or a slice of one: all contributions once, and what every device kept."""
+        full = self.origins.full.get(total.target)
+        return total.counts == full and total.kept == self.keeping.wanted(total)
+
+    def kept(self) -> Iterator[str]:
+        """What all devices keep of each gradient is together all contributions to it."""
+        for total in self.keeping.not_kept(self.origins.full):
+            which = "" if total.shard == WHOLE else f" slice {total.shard}"
+            difference = self.origins.difference(self.subject.dag, total)
+            yield f"what devices keep of the gradient of {total.name!r}{which} should be all of it together, but\n{difference}"
 
     def copies(self) -> Iterator[str]:
         """The gradient of each copy of a parameter that has contributions is used, all in the same way."""
         contributions = self.subject.dag.contributions
-        keeping = self.subject.dag.gradient_use is GradientUse.KEEP
         for device in self.subject.plan.devices:
             for info in device.slots:
                 if not contributions.get(info.name):
                     continue
-                if keeping or info.role is Role.SHARD or info.name not in self.subject.dag.shards:
+                if info.role is Role.SHARD or info.name not in self.subject.dag.shards:
                     done: Container[int] = self.updated.get(info.name, {})
                 else:
                     done = self.refreshed.get(info.name, set())
                 if info.role in (Role.PARAMETER, Role.SHARD) and device.device not in done:
-                    what = "its gradient is never kept" if keeping else "is never updated"
-                    yield f"device {device.device}: {info.role.value} {info.name!r} {what}"
+                    yield f"device {device.device}: {info.role.value} {info.name!r} is never updated"
         for name, copies in self.updated.items():
             ways = {(history, shard) for _, history, shard in copies.values()}
             if len(ways) > len({shard for _, _, shard in copies.values()}):
@@ -499,12 +531,18 @@ def _sums(given: _Columns) -> list[Total | None] | None:
         if not present:
             results.append(None)
             continue
-        if len(present) < len(column) or len({(t.target, t.shard) for t in present}) != 1:
+        if len(present) < len(column) or len({_kind(t) for t in present}) != 1:
             return None
         history = hash(tuple(total.history for total in present))
         counts = sum(total.counts for total in present)
-        results.append(replace(present[0], counts=counts, history=history, final=False))
+        kept = sum(total.kept for total in present)
+        results.append(replace(present[0], counts=counts, history=history, kept=kept))
     return results
+
+
+def _kind(total: Total) -> tuple[tuple[str, int], int, bool]:
+    """What totals that are added must have in common: what they are for, the slice, whether they are divided already."""
+    return total.target, total.shard, total.final
 
 
 def _is_sum(instruction: Instruction) -> bool:

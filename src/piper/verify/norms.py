@@ -4,7 +4,7 @@ Executed with symbols, beside the sums of ``contributions``: a norm is the list 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from piper.ids import DeviceId, Slot
 from piper.ir.dag import DeviceGroup
@@ -17,15 +17,15 @@ from piper.verify.trace import Subject
 
 
 class Norms:
-    """The symbolic norms of all devices. *totals* are the sums, by device; *full* says what all contributions to each are."""
+    """The symbolic norms of all devices. *totals* are the sums, by device; *complete* says whether one of them is a whole gradient."""
 
     def __init__(
         self,
         subject: Subject,
         totals: Sequence[Mapping[Slot, Total]],
-        full: Mapping[tuple[str, int], int],
+        complete: Callable[[Total], bool],
     ) -> None:
-        self.subject, self.totals, self.full = subject, totals, full
+        self.subject, self.totals, self.complete = subject, totals, complete
         self.norms: list[dict[Slot, Measured]] = [{} for _ in subject.traces]
 
     def at(self, device: int) -> Mapping[Slot, Measured]:
@@ -41,7 +41,7 @@ class Norms:
         counted: list[Total] = []
         for slot in instruction.gradients:
             total = self.totals[device].get(slot)
-            if total is None or not total.name or total.counts != self.full[total.target]:
+            if total is None or not total.name or not self.complete(total):
                 yield f"{subject.at(device, i)}: {subject.slot(device, slot)} is not a whole gradient"
                 continue
             counted.append(total)

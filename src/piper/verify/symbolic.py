@@ -10,15 +10,16 @@ WHOLE = -1
 @dataclass(frozen=True, slots=True)
 class Total:
     """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up, and which
-    slice of it is meant (``WHOLE``: all of it). ``final``: what was kept from earlier steps is in it. ``scaled``: of a loss's
-    weight, that it is multiplied by the scale of the loss. ``part``: which part of the experts it is for, if these are sharded.
+    slice of it is meant (``WHOLE``: all of it). ``kept``: how often what each device kept from earlier steps is in it, eight bits per
+    device. ``scaled``: of a loss's weight, that it is multiplied by the scale of the loss. ``part``: which part of the experts it is for, if
+    these are sharded.
     """
 
     name: str
     counts: int
     history: int
     shard: int = WHOLE
-    final: bool = False
+    kept: int = 0
     scaled: bool = False
     part: int = WHOLE
 
@@ -27,11 +28,21 @@ class Total:
         """What it is for."""
         return self.name, self.part
 
+    @property
+    def final(self) -> bool:
+        """Whether it contains what was kept, and so is divided already."""
+        return self.kept != 0
+
     def plus(self, other: "Total") -> "Total":
         """The sum of two; addition of two numbers commutes bitwise."""
         one, two = sorted((self.history, other.history))
         return Total(
-            self.name, self.counts + other.counts, hash((one, two)), self.shard, part=self.part
+            self.name,
+            self.counts + other.counts,
+            hash((one, two)),
+            self.shard,
+            self.kept + other.kept,
+            part=self.part,
         )
 
 

@@ -8,7 +8,17 @@ from msgspec.structs import replace
 from piper.dtypes import DType
 from piper.errors import DirectiveError, PlacementError
 from piper.ids import ValueId
-from piper.ir.dag import Clip, DeviceGroup, GradientUse, Level, Replication, Role, Tags, Value
+from piper.ir.dag import (
+    Chunk,
+    Clip,
+    DeviceGroup,
+    GradientUse,
+    Level,
+    Replication,
+    Role,
+    Tags,
+    Value,
+)
 from piper.ir.derive.builder import (
     P2P_STREAM,
     REDUCE_STREAM,
@@ -49,7 +59,10 @@ class Use:
 
 
 def synchronise(builder: Builder) -> None:
-    """Sum every parameter's contributions, reduce the sums, update each copy."""
+    """Sum every parameter's contributions, reduce the sums, update each copy.
+
+    Of a step that keeps its gradients nothing is reduced that only the updating step needs: each device keeps what it has summed itself.
+    """
     made: dict[str, ByGroup] = {}
     alike: dict[Use, list[str]] = {}
     readers = _readers(builder)
@@ -59,8 +72,12 @@ def synchronise(builder: Builder) -> None:
             others = tuple(g for g in readers.get(parameter, ()) if g not in by_group)
             use = _use(builder, parameter, values, by_group, others)
             alike.setdefault(use, []).append(parameter)
+    at_once = builder.dag.gradient_use is GradientUse.UPDATE  # else divided where they are summed
     divisors = find_divisors(
-        builder, dict.fromkeys(g for use in alike for g in (*use.holders, *use.readers))
+        builder,
+        dict.fromkeys(
+            g for use in alike for g in (*use.holders, *(use.readers if at_once else ()))
+        ),
     )
     buckets: list[_Bucket] = []
     for use, names in alike.items():
@@ -71,10 +88,13 @@ def synchronise(builder: Builder) -> None:
             for bucket in builder.cut(names, limit, use.dtype)
         ]
     clip = builder.dag.clip
-    if clip is None or not buckets or builder.dag.gradient_use is GradientUse.KEEP:
+    if builder.dag.gradient_use is GradientUse.KEEP:
+        for bucket in buckets:
+            bucket.keep(divisors)
+    elif clip is None or not buckets:
         for bucket in buckets:
             for final in bucket.finals(divisors):
-                bucket.use_gradients(final)
+                bucket.update(final)
     else:
         _clipped(builder, clip, [(bucket, list(bucket.finals(divisors))) for bucket in buckets])
 
@@ -94,7 +114,7 @@ def _clipped(
     needed = clip.max_norm is not None or builder.dag.loss_scaled
     for bucket, finals in ready:
         for final in finals:
-            bucket.use_gradients(final, norm if needed else None)
+            bucket.update(final, norm if needed else None)
 
 
 def _by_group(builder: Builder, values: Sequence[ValueId]) -> ByGroup:
@@ -182,18 +202,31 @@ class _Bucket:
         self.replication = replication
         self.stream = REDUCE_STREAM if replication is None else replication.reduce_stream
 
+    def keep(self, divisors: Mapping[Group, ValueId]) -> None:
+        """Add what each group has summed to what its devices keep."""
+        for group, sums in self._accumulated().items():
+            self.builder.add(self._with_kept(Keep, group, sums, divisors), [])
+
     def finals(self, divisors: Mapping[Group, ValueId]) -> Iterator[_Final]:
         """Sum and reduce; the gradients on the groups that make contributions, then on each that only reads the parameters."""
         builder, use = self.builder, self.use
+        sums = self._accumulated()
+        if builder.dag.gradient_use is GradientUse.ADD:
+            sums = {
+                group: builder.add(
+                    self._with_kept(AddKept, group, mine, divisors), self._accumulators()
+                )
+                for group, mine in sums.items()
+            }
+            divisors = {}
         if use.level is Level.NONE:
-            gradients = self._reduce_whole(self._sums(self.made, self._whole()))
+            gradients = self._reduce_whole(sums)
         elif use.level is Level.OPTIMIZER:
-            sums = self._sums(self.made, self._whole())
             gradients = self._reduce_slices(self._scatter_sums(sums))
         else:
-            gradients = self._reduce_slices(self._sums(self._scattered(), self._slices(Role.TOTAL)))
+            gradients = self._reduce_slices(sums)
         scales = dict.fromkeys(divisors[g] for g in use.holders if g in divisors)
-        yield self._final(gradients, tuple(scales), self._devices(), use.holders)
+        yield _Final(gradients, tuple(scales), self._devices(), use.holders)
         if use.holders[0] is None:
             return
         source = update_chunk(Sum(), use.region, (), use.holders[0])
@@ -202,7 +235,7 @@ class _Bucket:
         for group in use.readers:
             sent = [transfer(builder, g, source, group, "update", stream) for g in gradients]
             scale = (divisors[group],) if divisors else ()
-            yield self._final(sent, scale, group, (group,))
+            yield _Final(sent, scale, group, (group,))
 
     def owners(self) -> Group:
         """The devices that hold each gradient once: one copy, or the slices of one group, of each part of the experts."""
@@ -218,33 +251,10 @@ class _Bucket:
             for d in next(group for group in inner if group[0] in same)
         )
 
-    def _final(
-        self,
-        gradients: Sequence[ValueId],
-        scales: tuple[ValueId, ...],
-        devices: Group,
-        holders: Sequence[Group],
-    ) -> _Final:
-        """Add what is kept from earlier steps, if the step is to."""
-        builder = self.builder
-        if builder.dag.gradient_use is not GradientUse.ADD:
-            return _Final(gradients, scales, devices, holders)
-        work = AddKept(tuple(self.names), scaled=bool(scales))
-        inputs = (*gradients, *scales, *self._kept())
-        node = update_chunk(work, self.use.region, inputs, devices)
-        return _Final(builder.add(node, self._totals()), (), devices, holders)
-
-    def use_gradients(self, final: _Final, norm: ValueId | None = None) -> None:
-        """Keep the gradients for a later step, or update the copies or slices on their devices, clipped by *norm* if given."""
-        if self.builder.dag.gradient_use is not GradientUse.KEEP:
-            self._update(final, norm)
-            return
-        work = Keep(tuple(self.names), scaled=bool(final.scales))
-        inputs = (*final.gradients, *final.scales, *self._kept())
-        self.builder.add(update_chunk(work, self.use.region, inputs, final.devices), [])
-
-    def _update(self, final: _Final, norm: ValueId | None) -> None:
-        """Update, and refresh whole parameters of which only slices, or master copies, were."""
+    def update(self, final: _Final, norm: ValueId | None = None) -> None:
+        """Update the copies or slices on the devices of *final*, clipped by *norm* if given; refresh whole parameters of which only slices, or
+        master copies, were updated.
+        """
         builder, use = self.builder, self.use
         mastered = use.level is Level.NONE and has_master(builder, self.names[0])
         sharded = use.level is not Level.NONE or mastered
@@ -267,13 +277,32 @@ class _Bucket:
             work = RoundMasters(tuple(self.names))
             builder.add(update_chunk(work, use.region, updated, final.devices), [])
 
-    def _totals(self) -> list[Value]:
-        """Values like the gradients that the update is given."""
-        return self._whole() if self.use.level is Level.NONE else self._slices(Role.TOTAL)
+    def _accumulated(self) -> dict[Group, tuple[ValueId, ...]]:
+        """What each group of devices adds up by itself in a step: whole gradients, or where no device has these, slices of them."""
+        if self._sums_slices:
+            return self._sums(self._scattered(), self._accumulators())
+        return self._sums(self.made, self._accumulators())
 
-    def _kept(self) -> list[ValueId]:
-        """What is kept of each gradient."""
-        return [self.builder.source(replace(v, role=Role.KEPT)) for v in self._totals()]
+    def _with_kept(
+        self,
+        kind: type[Keep | AddKept],
+        group: Group,
+        sums: Sequence[ValueId],
+        divisors: Mapping[Group, ValueId],
+    ) -> Chunk:
+        """A node of *kind* for the *sums* of *group*, to be added."""
+        scale = (divisors[group],) if divisors else ()
+        kept = [self.builder.source(replace(v, role=Role.KEPT)) for v in self._accumulators()]
+        work = kind(tuple(self.names), scaled=bool(scale))
+        return update_chunk(work, self.use.region, (*sums, *scale, *kept), group)
+
+    @property
+    def _sums_slices(self) -> bool:
+        return self.use.level in (Level.GRADIENTS, Level.PARAMETERS)
+
+    def _accumulators(self) -> list[Value]:
+        """Values like those that a group adds up."""
+        return self._slices(Role.TOTAL) if self._sums_slices else self._whole()
 
     def _whole(self) -> list[Value]:
         """Values like the whole gradients."""
