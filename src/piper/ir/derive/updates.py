@@ -77,8 +77,7 @@ def synchronise(builder: Builder) -> None:
         replication = _replication(builder, use.claims[0])
         limit = None if replication is None else replication.bucket_bytes
         buckets += [
-            _Bucket(builder, use, bucket, made)
-            for bucket in builder.cut(names, limit, use.dtype)
+            _Bucket(builder, use, bucket, made) for bucket in builder.cut(names, limit, use.dtype)
         ]
     clip = builder.dag.clip
     if clip is None or not buckets or builder.dag.gradient_use is GradientUse.KEEP:
