@@ -76,14 +76,15 @@ class Shard(Directive, frozen=True):
             for chunk in core_chunks(dag).values()
             if chunk.tags in tags
         }
-        groups = {g for c in claimed.values() for g in expert_groups(c, lists)}
-        counts = {len(g) for g in groups}
-        if len(counts) > 1:
+        found = {expert_groups(c, lists) for c in claimed.values()}
+        counts = {len(g) for groups in found for g in groups}
+        if len(counts) > 1 or len({len(groups) for groups in found}) > 1:
+            listed = sorted(sorted(map(list, groups)) for groups in found)
             raise PlacementError(
-                f"the groups within which experts are sharded must have equal sizes, found {sorted(map(list, groups))}"
+                f"the groups within which experts are sharded must have equal sizes, and every region equally many, found {listed}"
             )
         placed = replace_nodes(dag, claimed).dag
-        count, sources = counts.pop(), self._sources(dag, claimed, groups)
+        count, sources = counts.pop(), self._sources(dag, claimed, found.pop())
         if count == 1 and sources in (0, 1):  # nothing to share
             alone: dict[NodeId, Chunk] = {n: replace(c, sharding=None) for n, c in claimed.items()}
             return replace_nodes(dag, alone)

@@ -69,7 +69,7 @@ class Exchange:
         assert reader.devices is not None
         if layout is None:
             return self.move(value, maker, reader.devices, reader)
-        way = find_way(self.builder, maker, reader.devices)
+        way = self._way(maker, reader.devices, layout)
         back = self._exchange(value, maker, way, layout, back=True)
         return self.move(back, maker, reader.devices, reader) if way.ends is None else back
 
@@ -80,9 +80,20 @@ class Exchange:
         assert reader.devices is not None
         if layout is None:
             return self.move(value, maker, reader.devices, reader)
-        way = find_way(self.builder, reader, maker.devices)
+        way = self._way(reader, maker.devices, layout)
         here = self.move(value, maker, way.outside, reader)
         return self._exchange(here, reader, way, layout, back=False)
+
+    def _way(self, chunk: Chunk, outside: DeviceGroup, layout: ExpertLayout) -> _Way:
+        """The way for a value of *layout*: rows of others are exchanged within the region's groups only if their counts can be there too."""
+        way = find_way(self.builder, chunk, outside)
+        if layout.kind is not LayoutKind.ROWS or way.ends is not None or outside == chunk.devices:
+            return way
+        _, maker = self._counts_of(chunk)
+        assert maker.devices is not None
+        if find_way(self.builder, chunk, maker.devices).ends is None:
+            return way
+        return find_way(self.builder, chunk, outside, direct=True)
 
     def _exchange(
         self, value: ValueId, chunk: Chunk, way: _Way, layout: ExpertLayout, *, back: bool
@@ -167,8 +178,8 @@ class Exchange:
         return self.builder.add(node, results)
 
 
-def find_way(builder: Builder, chunk: Chunk, outside: DeviceGroup) -> _Way:
-    """How *chunk*, in a sharded region, and chunks on *outside* exchange values.
+def find_way(builder: Builder, chunk: Chunk, outside: DeviceGroup, *, direct: bool = False) -> _Way:
+    """How *chunk*, in a sharded region, and chunks on *outside* exchange values; *direct*: by a way that moves nothing before or after.
 
     Raises :class:`PlacementError` where they cannot.
     """
@@ -182,8 +193,8 @@ def find_way(builder: Builder, chunk: Chunk, outside: DeviceGroup) -> _Way:
             f"{where}: when its experts were sharded (directive {sharding.directive}) the rest of the model had {sources * len(lists)} replicas, or was to "
             f"have, here it has {len(outside)}; put the Shard after the directives that place the rest"
         )
-    same_size = len(outside) == len(chunk.devices)
-    if same_size and (outside == chunk.devices or set(outside).isdisjoint(chunk.devices)):
+    alike = len(outside) == len(chunk.devices) and set(outside).isdisjoint(chunk.devices)
+    if outside == chunk.devices or (alike and not direct):
         return _Way(lists, None, chunk.devices)
     dealt = _dealt(chunk.devices, lists, outside)
     merged = [_merged(mine, theirs, where) for mine, theirs in zip(lists, dealt, strict=True)]
