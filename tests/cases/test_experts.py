@@ -76,6 +76,13 @@ QUAD = [
 ]
 
 
+APART = [
+    piper.Place({"EP": None}, devices=[0, 1]),
+    piper.Replicate({}, replicated_buffers="sum"),
+    piper.Shard({"EP": "*"}, devices=[2, 0, 3, 1]),
+]
+
+
 class DenseLoop(Experts):
     """Every expert on every token; what is not its own is cut out."""
 
@@ -140,7 +147,7 @@ def compiled(model: nn.Module, strategy, rows: int):
 
 
 def test_case_18_state_moves_between_layouts():
-    """Four stages, shared experts without and with sharded optimizer, one process: each step under the next, from the state of the one
+    """Four stages, shared experts without and with sharded optimizer, one process, experts on more devices: each step under the next, from the state of the one
     before. All equal one process throughout, Adam's moments included. Each runs the same eight microbatches.
     """
     model = Stack(num_stages=4).double()
@@ -150,6 +157,7 @@ def test_case_18_state_moves_between_layouts():
         (QUAD, 2),
         ([QUAD[0], piper.Replicate({}, shard_optimizer=True), QUAD[2]], 2),
         alone,
+        (APART, 4),
         (QUAD, 2),
     ]
     batches = [batch(16, seed=10 + step) for step in range(len(layouts))]

@@ -126,6 +126,117 @@ def test_sharded_within_and_replicated_across_in_a_pipeline(zero):
     assert_equal(Odd(), mse, strategy, odd_batch(), optimizer=adam, steps=3)
 
 
+class Tied(nn.Module):
+    """Two stages that share a weight, which 2 does not divide; stage 0 uses it twice; each has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        with piper.annotate("PP", 0):
+            h = (self.b(x).tanh() @ self.a.weight.T).tanh()
+        with piper.annotate("PP", 1):
+            return self.c(self.a(h).tanh())
+
+
+FOURS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+QUARTERS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def across_stages(zero: int, form: str, **options) -> list[Directive]:
+    """Two stages of four replicas, sharded within pairs; one directive for both stages or one each."""
+    if form == "one directive":
+        claims = [replicate(zero, devices=QUARTERS, **options)]
+    else:
+        claims = [
+            replicate(zero, {"PP": stage}, QUARTERS[2 * stage : 2 * stage + 2], **options)
+            for stage in (0, 1)
+        ]
+    return [
+        *piper.placements.chain(FOURS),
+        *claims,
+        piper.Split({}, num_microbatches=2),
+        *piper.schedules.one_f_one_b(num_stages=2, num_microbatches=2),
+    ]
+
+
+@pytest.mark.parametrize("form", ["one directive", "one each"])
+@pytest.mark.parametrize("zero", LEVELS)
+def test_tied_across_stages_sharded_within_and_replicated_across(zero, form):
+    """Slice i of the shared weight's gradient is added up over all pairs of both stages, after the last contribution."""
+    strategy = across_stages(zero, form)
+    batch = (randn(16, 3), randn(16, 2, seed=1))
+    plan = assert_equal(Tied(), mse, strategy, batch, optimizer=adam, steps=3, poison=True)
+    dag = plan.dag
+    assert dag.shards["a.weight"] == tuple(map(tuple, QUARTERS))
+    assert dag.shards["c.weight"] == tuple(map(tuple, QUARTERS[2:]))
+    (groups,) = (
+        comm.groups
+        for comm in dag.comms()
+        if comm.work.kind == "all_reduce"
+        and "a.weight" in {dag.values[v].name for v in comm.inputs}
+    )
+    assert list(map(set, groups)) == [{0, 2, 4, 6}, {1, 3, 5, 7}]
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+def test_tied_in_both_directions_of_a_pipeline_sharded_within_and_replicated_across(zero):
+    strategy = [
+        piper.Split({}, num_microbatches=2),
+        *piper.placements.two_way(FOURS, 2),
+        replicate(zero, devices=QUARTERS, bucket_size=SMALL),
+    ]
+    batch = (randn(16, 3), randn(16, 2, seed=1))
+    plan = assert_equal(Tied(), mse, strategy, batch, optimizer=adam, steps=2, poison=True)
+    assert plan.dag.shards.keys() == {"a.weight", "a.bias", "b.bias", "c.weight"}
+    assert {frozenset(groups) for groups in plan.dag.shards.values()} == {
+        frozenset(map(tuple, QUARTERS))
+    }
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+def test_lists_of_which_each_stage_is_one(zero):
+    """Sharded within each stage's only list; the shared weight's slices are added up across the stages."""
+    strategy = [
+        *piper.placements.chain(PAIRS),
+        replicate(zero, devices=PAIRS),
+        piper.Split({}, num_microbatches=2),
+    ]
+    batch = (randn(16, 3), randn(16, 2, seed=1))
+    plan = assert_equal(Tied(), mse, strategy, batch, optimizer=adam)
+    assert plan.dag.shards["a.weight"] == ((0, 1), (2, 3))
+    assert plan.dag.shards["c.weight"] == ((2, 3),)
+
+
+def test_a_shared_parameter_is_cut_into_equally_many_slices_everywhere():
+    batch = (randn(16, 3), randn(16, 2, seed=1))
+    strategy = across_stages(2, "one each")
+    strategy[3] = replicate(2, {"PP": 1})  # within all four
+    with pytest.raises(DirectiveError, match=r"'a\.weight'.*shard it differently"):
+        assert_equal(Tied(), mse, strategy, batch)
+    for one, two, differing in (
+        (replicate(1, {"PP": 0}), replicate(2, {"PP": 1}), "what is sharded"),
+        (replicate(2, {"PP": 0}), replicate(2, {"PP": 1}, bucket_size=1.0), "bucket_size"),
+    ):
+        strategy[2:4] = [one, two]
+        with pytest.raises(
+            DirectiveError,
+            match=rf"'a\.weight'.*({differing} differs between directives .*one Replicate|shard it differently)",
+        ):
+            assert_equal(Tied(), mse, strategy, batch)
+
+
+def test_lists_that_are_not_those_of_the_stage():
+    strategy = across_stages(2, "one directive")
+    strategy[2] = replicate(2, devices=[[0, 1], [2, 4], [3, 5], [6, 7]])
+    with pytest.raises(
+        PlacementError, match=r"'F PP=0' is placed on \[0, 1, 2, 3\].*lists of which.*in this order"
+    ):
+        assert_equal(Tied(), mse, strategy, odd_batch())
+
+
 @pytest.mark.parametrize("delay_seed", [0, 1])
 def test_new_parameters_are_gathered_while_others_are_updated(delay_seed):
     """Equal from the second step on: nothing stale or half-gathered is read."""
@@ -723,14 +834,23 @@ def test_overlapping_directives():
         assert_equal(Odd(), mse, strategy, odd_batch())
 
 
-@pytest.mark.parametrize(("one", "two"), [(1, 1), (1, 3), (0, 2)])
-def test_a_shared_parameter_under_two_directives(one, two):
-    strategy = [
+def under_two_directives(one: int, two: int) -> list[Directive]:
+    return [
         *piper.placements.chain([[0, 1], [2, 3], [4, 5]]),
         replicate(one, {"PP": 0}),
         replicate(two, {"PP": [1, 2]}),
     ]
+
+
+@pytest.mark.parametrize("zero", [0, *LEVELS])
+def test_a_shared_parameter_under_two_directives_that_ask_the_same(zero):
     batch = (randn(8, 3), randn(8, 3, seed=1))
+    assert_equal(TiedFourTimes(), mse, under_two_directives(zero, zero), batch)
+
+
+@pytest.mark.parametrize(("one", "two"), [(1, 3), (0, 2)])
+def test_a_shared_parameter_under_two_directives(one, two):
+    strategy, batch = under_two_directives(one, two), (randn(8, 3), randn(8, 3, seed=1))
     with pytest.raises(DirectiveError, match=r"'a\.(weight|bias)'.*one Replicate must claim all"):
         assert_equal(TiedFourTimes(), mse, strategy, batch)
 

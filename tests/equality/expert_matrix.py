@@ -119,8 +119,8 @@ def strategy(case: Case) -> list[Directive]:
 
 def plan_of(case: Case) -> Plan:
     """The verified plan of *case*."""
-    captured = _captured(case.num_stages, case.form)
-    dag = replace(captured.dag, batch_size=ROWS * case.size * case.microbatches)
+    dag = captured(case.num_stages, case.form).dag
+    dag = replace(dag, batch_size=ROWS * case.size * case.microbatches)
     plan = piper.plan(piper.apply(dag, strategy(case)))
     assert plan.num_devices == case.pp * case.size
     assert bool(plan.dag.expert_groups) == (case.ep > 1)
@@ -134,12 +134,12 @@ def run(case: Case) -> planned.Worst:
     pieces = case.size * case.microbatches
     found = planned.train(
         plan_of(case),
-        _captured(case.num_stages, case.form).constants,
-        _model(case.num_stages, case.form),
-        _batches(pieces),
+        captured(case.num_stages, case.form).constants,
+        model_of(case.num_stages, case.form),
+        batches(pieces),
         adam,
     )
-    return planned.compare(found, _expected(case.num_stages, case.form, pieces))
+    return planned.compare(found, expected(case.num_stages, case.form, pieces))
 
 
 class Stack(nn.Module):
@@ -172,19 +172,22 @@ class Stack(nn.Module):
 
 
 @cache
-def _model(num_stages: int, form: str) -> nn.Module:
+def model_of(num_stages: int, form: str) -> nn.Module:
+    """The model of that many stages."""
     torch.manual_seed(3)
     return Stack(num_stages, form).double()
 
 
 @cache
-def _captured(num_stages: int, form: str) -> Captured:
-    model, (batch, *_) = _model(num_stages, form), _batches(4)
+def captured(num_stages: int, form: str) -> Captured:
+    """Its capture; the rows of a batch do not matter to it."""
+    model, (batch, *_) = model_of(num_stages, form), batches(4)
     return capture_with_constants(model, moe_loss, batch)
 
 
 @cache
-def _batches(pieces: int) -> list[eager.Batch]:
+def batches(pieces: int) -> list[eager.Batch]:
+    """A batch per step of that many microbatches."""
     torch.manual_seed(4)
     shape = (ROWS * pieces, LENGTH)
     return [
@@ -194,5 +197,6 @@ def _batches(pieces: int) -> list[eager.Batch]:
 
 
 @cache
-def _expected(num_stages: int, form: str, pieces: int) -> list[eager.Step]:
-    return eager.train(_model(num_stages, form), moe_loss, _batches(pieces), pieces, adam)
+def expected(num_stages: int, form: str, pieces: int) -> list[eager.Step]:
+    """What plain PyTorch makes of them."""
+    return eager.train(model_of(num_stages, form), moe_loss, batches(pieces), pieces, adam)

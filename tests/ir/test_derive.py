@@ -142,15 +142,24 @@ def test_a_parameter_on_overlapping_groups_is_refused(use):
         apply(chain(3, **{use: True}), strategy)
 
 
-def test_users_of_a_shared_parameter_need_one_replicate():
+def test_users_of_a_shared_parameter_are_replicated_alike():
     strategy = [
         *chained([[0, 1], [2, 3]]),
         Replicate({"PP": 0}),
-        Replicate({"PP": 1}),
+        Replicate({"PP": 1}, bucket_size=1.0),
     ]
     apply(chain(2), strategy)
-    with pytest.raises(DirectiveError, match=r"parameter 'w0' .* different Replicate directives"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"parameter 'w0' .* different options claim .*bucket_size differs between directives",
+    ):
         apply(chain(2, tied=True), strategy)
+    dag = apply(chain(2, tied=True), [*strategy[:3], Replicate({"PP": 1})])
+    (reduced,) = (
+        c for c in comms(dag, "all_reduce") if "w0" in {dag.values[v].name for v in c.inputs}
+    )
+    assert set(*reduced.groups) == {0, 1, 2, 3}
+    verify(plan(dag))
 
 
 @pytest.mark.parametrize(

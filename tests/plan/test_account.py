@@ -460,32 +460,41 @@ def test_host_memory_is_no_part_of_the_peak():
     assert memory.peak == on_device == max(memory.curve)
 
 
-@cache
-def experts(form):
-    """A model with a mixture of experts, planned on two pairs that share its experts."""
+PAIRS = (
+    piper.Place({}, devices=[0, 1, 2, 3]),
+    piper.Replicate({}, shard_grads=True),
+    piper.Shard({"EP": 0}, devices=[[0, 1], [2, 3]]),
+)
+APART = (
+    piper.Place({"EP": None}, devices=[0, 1]),
+    piper.Replicate({}, shard_grads=True),
+    piper.Shard({"EP": 0}, devices=[1, 2]),
+)
+"""One device has tokens only, one has both, one has experts only."""
+
+
+def experts(form, strategy):
+    """A model with a mixture of experts, planned on devices that share its experts."""
     model = Stack(1, form)
     ids = lambda rows: torch.arange(rows * 3).view(rows, 3) % 7  # noqa: E731
     data = (ids(16), ids(16).flip(0))
     found = capture_with_constants(model, moe_loss, data)
-    strategy = [
-        piper.Place({}, devices=[0, 1, 2, 3]),
-        piper.Replicate({}, shard_grads=True),
-        piper.Shard({"EP": 0}, devices=[[0, 1], [2, 3]]),
-        piper.Split({}, num_microbatches=2),
-    ]
-    plan = piper.plan(piper.apply(found.dag, strategy))
+    split = piper.Split({}, num_microbatches=2)
+    plan = piper.plan(piper.apply(found.dag, [*strategy, split]))
     piper.verify(plan)
     return plan, measure(plan, data, model_tensors(model), ADAM)
 
 
-def test_a_step_with_shared_experts_uses_what_the_plan_says():
-    plan, measured = experts("capacity")
+@pytest.mark.parametrize("strategy", [PAIRS, APART], ids=["pairs", "apart"])
+def test_a_step_with_shared_experts_uses_what_the_plan_says(strategy):
+    plan, measured = experts("capacity", strategy)
     require_equal(plan, account(plan, adam_bytes), measured)
 
 
-def test_the_plan_bounds_what_a_step_with_uneven_messages_uses():
+@pytest.mark.parametrize("strategy", [PAIRS, APART], ids=["pairs", "apart"])
+def test_the_plan_bounds_what_a_step_with_uneven_messages_uses(strategy):
     """What is exchanged depends on the data; all else does not."""
-    plan, measured = experts("dropless")
+    plan, measured = experts("dropless", strategy)
     for foretold, found in zip(account(plan, adam_bytes), measured, strict=True):
         assert all(a >= b for a, b in zip(foretold.curve, found.curve, strict=True))
         for category in set(Category) - {Category.COMMUNICATION}:

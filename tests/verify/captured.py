@@ -135,6 +135,16 @@ def _shared(*groups: list[int], microbatches: int, **replicate) -> Strategy:
     ]
 
 
+def _apart(dense: list[int], experts: list[int], **replicate) -> Strategy:
+    """The experts on devices of their own, of which some are the others' too."""
+    return [
+        Place({"EP": None}, dense),
+        Replicate({}, bucket_size=1e-4, **replicate),
+        Shard({"EP": 0}, experts),
+        Split({}, num_microbatches=2),
+    ]
+
+
 CAPTURED: dict[str, Callable[[], tuple[Training, Strategy]]] = {
     "tied transformer, 1f1b": lambda: (_transformer(tied=True, stages=2), pipeline(2)),
     "tied transformer, 1f1b × dp": lambda: (
@@ -188,6 +198,11 @@ CAPTURED: dict[str, Callable[[], tuple[Training, Strategy]]] = {
         _experts("dropless"),
         _shared([0, 1], [2, 3], microbatches=1, shard_grads=True),
     ),
+    "experts around the rest, zero 2": lambda: (
+        _experts("dropless"),
+        _apart([0, 1], [0, 2, 1, 3], shard_grads=True),
+    ),
+    "experts beside the rest": lambda: (_experts("capacity"), _apart([0, 1], [1, 2])),
     "u-net, 1f1b": lambda: (_unet(), pipeline(4)),
     "integers and masks, 1f1b": lambda: (_multi(), pipeline(3)),
     "batch norm, 1f1b": lambda: (_norms(), pipeline(2)),

@@ -540,20 +540,37 @@ class Adversary:
     def _exchange(self, device: _Device, instruction, given) -> None:
         """Every member's part for *device*, put together: ``given`` is what each member reads."""
         me, count = instruction.members.index(device.number), len(given)
+        ends = instruction.ends
+        holders = list(range(count)) if ends is None else list(ends.holders)
+        sources = list(range(count)) if ends is None else list(ends.sources)
+        to, by = (sources, holders) if instruction.back else (holders, sources)
+        if me not in to:
+            assert not instruction.writes()
+            return
         shapes = [message.shape for message in instruction.messages]
+        mine = to.index(me)
         if isinstance(instruction, ExchangeCounts):
-            matrix = torch.stack([counts.chunk(count)[me] for (counts,) in given])
+            matrix = torch.stack([given[m][0].chunk(len(to))[mine] for m in by])
             results = [matrix, matrix.sum(0)]
         elif isinstance(instruction, ExchangeExperts):
             sizes = list(instruction.sizes)
             cut, join = instruction.expert_dim, instruction.token_dim
             if instruction.back:
-                sizes[cut] //= count
+                sizes[cut] //= len(holders)
                 cut, join = join, cut
-            parts = [x.reshape(sizes).chunk(count, cut)[me] for (x,) in given]
+            parts = [given[m][0].reshape(sizes).chunk(len(to), cut)[mine] for m in by]
             results = [torch.cat(parts, join).reshape(shapes[0])]
         else:
-            results = [_rows_between(given, me, shapes[0], back=instruction.back)]
+            counts = [given[m][-2 if m in holders else -1] for m in sources]
+            matrices = [given[m][-1] for m in holders]
+            rows = [given[m][0] for m in by]
+            room = _rows_back if instruction.back else _rows_there
+            here = room(rows, counts, matrices, mine)
+            assert len(here) <= shapes[0][0], "no room"
+            out = torch.zeros(shapes[0], dtype=rows[0].dtype)
+            for i, row in enumerate(here):
+                out[i] = row
+            results = [out]
         for slot, result in zip(instruction.writes(), results, strict=True):
             device.slots[slot] = result
 
@@ -572,29 +589,29 @@ class Adversary:
             device.happened.add(instruction.record)
 
 
-def _rows_between(given, me: int, shape: tuple[int, ...], *, back: bool) -> torch.Tensor:
-    """An all-to-all of rows, row by row. Each of *given*: rows, the member's counts by expert, counts by sender and expert."""
-    count = len(given)
-    experts = len(given[0][1]) // count
-    here: list[torch.Tensor] = []
-    if not back:
-        starts = [counts.cumsum(0) - counts for _, counts, _ in given]
-        for expert in range(me * experts, (me + 1) * experts):
-            for (rows, counts, _), start in zip(given, starts, strict=True):
-                here += list(rows[start[expert] : start[expert] + counts[expert]])
-        assert len(here) <= shape[0], "no room"
-    else:
-        for holder, (rows, _, matrix) in enumerate(given):
-            by_expert = matrix.t().reshape(-1)  # how many rows of each expert, then sender
-            start = by_expert.cumsum(0) - by_expert
-            for expert in range(experts):
-                k = expert * count + me
-                assert by_expert[k] == given[me][1][holder * experts + expert]
-                here += list(rows[start[k] : start[k] + by_expert[k]])
-    out = torch.zeros(shape, dtype=given[0][0].dtype)
-    for i, row in enumerate(here):
-        out[i] = row
-    return out
+def _rows_there(rows, counts, matrices, holder: int) -> list[torch.Tensor]:
+    """What the sources' *rows*, of which they have *counts* by expert, come to on a holder, row by row."""
+    experts = len(counts[0]) // len(matrices)
+    starts = [mine.cumsum(0) - mine for mine in counts]
+    found: list[torch.Tensor] = []
+    for expert in range(holder * experts, (holder + 1) * experts):
+        for each, mine, start in zip(rows, counts, starts, strict=True):
+            found += list(each[start[expert] : start[expert] + mine[expert]])
+    return found
+
+
+def _rows_back(rows, counts, matrices, source: int) -> list[torch.Tensor]:
+    """What the holders' *rows*, of which they have *matrices* by source and expert, come to on a source, row by row."""
+    found: list[torch.Tensor] = []
+    for holder, (each, matrix) in enumerate(zip(rows, matrices, strict=True)):
+        by_expert = matrix.t().reshape(-1)  # how many rows of each expert, then source
+        start = by_expert.cumsum(0) - by_expert
+        experts = matrix.shape[1]
+        for expert in range(experts):
+            k = expert * len(counts) + source
+            assert by_expert[k] == counts[source][holder * experts + expert]
+            found += list(each[start[k] : start[k] + by_expert[k]])
+    return found
 
 
 def harm(plan: Plan, training: Training, expected: Outcome, *, schedules: int) -> str | None:

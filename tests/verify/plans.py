@@ -50,6 +50,16 @@ def hybrid(microbatches: int = 2, **shard) -> Strategy:
     ]
 
 
+def hybrid_stages(microbatches: int = 2, **shard) -> Strategy:
+    """Two stages of four replicas, sharded within pairs, replicated across; one directive for all."""
+    return [
+        *chained([[0, 1, 2, 3], [4, 5, 6, 7]]),
+        Replicate({}, [[0, 1], [2, 3], [4, 5], [6, 7]], **shard),
+        Split({}, num_microbatches=microbatches),
+        *one_f_one_b(2, microbatches),
+    ]
+
+
 def together(**shard) -> Strategy:
     """All on the same two replicas."""
     return [Place({}, [0, 1]), Replicate({}, bucket_size=1e-6, **shard)]
@@ -124,6 +134,18 @@ CASES: dict[str, Callable[[], tuple[Dag, Strategy]]] = {
     "hybrid zero 1": lambda: (chain(2, ROWS), hybrid(shard_optimizer=True)),
     "hybrid zero 2": lambda: (chain(2, ROWS), hybrid(shard_grads=True)),
     "hybrid zero 3": lambda: (chain(2, ROWS), hybrid(shard_params=True)),
+    "hybrid stages, zero 1, tied": lambda: (
+        chain(2, ROWS, tied=True),
+        hybrid_stages(shard_optimizer=True),
+    ),
+    "hybrid stages, zero 2, tied": lambda: (
+        chain(2, ROWS, tied=True),
+        hybrid_stages(shard_grads=True),
+    ),
+    "hybrid stages, zero 3, tied": lambda: (
+        chain(2, ROWS, tied=True),
+        hybrid_stages(shard_params=True),
+    ),
     "two ways, zero 2": lambda: (
         chain(2, ROWS, tied=True),
         both_ways(2, 2, replicas=2, shard_grads=True),

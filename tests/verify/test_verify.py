@@ -38,6 +38,7 @@ from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.ops.write_buffer import WriteBuffer
 from piper.plan.model import CommunicatorInfo
+from piper.planner import plan as make_plan
 from piper.verify import find_problems, verify
 from piper.verify.deadlock import Execution
 from piper.verify.structure import check_structure
@@ -519,6 +520,28 @@ class TestContributions:
         text = texts(spoiled, "contributions")
         assert checks(spoiled) == {"contributions"}
         assert text.count("missing") == 2 * 4, "on each replica, the other's four microbatches"
+
+    @pytest.mark.parametrize("zero", [1, 2, 3])
+    @pytest.mark.parametrize(
+        ("groups", "missing"),
+        [
+            (((0, 2), (1, 3), (4, 6), (5, 7)), 4),  # slice by slice, but each stage by itself
+            (((0, 4), (1, 5), (2, 6), (3, 7)), 4),  # over the stages, but each pair by itself
+        ],
+    )
+    def test_slices_that_are_not_added_up_over_all_who_hold_them(self, zero, groups, missing):
+        plan = case(f"hybrid stages, zero {zero}, tied")
+        whole, nodes = ((0, 2, 4, 6), (1, 3, 5, 7)), {}
+        for node in plan.dag.nodes.values():
+            if node.work.kind == "all_reduce" and {*map(frozenset, node.groups)} == {
+                *map(frozenset, whole)
+            }:
+                nodes[node.id] = replace_struct(node, groups=groups)
+        assert nodes, "the tied parameter's slices are reduced over both stages"
+        dag = replace(plan.dag, nodes={**plan.dag.nodes, **nodes})
+        text = texts(make_plan(dag), "contributions")
+        assert "should be the gradient of 'w0', but" in text
+        assert text.count("missing") >= missing
 
     def test_update_twice(self):
         plan = case("1f1b")

@@ -21,7 +21,12 @@ class Replicate(Directive, frozen=True):
     gradients of the parameters that it uses are summed over the group.
 
     ``devices`` is ``"placed"`` (the group that each matched node is on) or a list (which then also places nodes that
-    are not placed yet). A list of lists, ``[[0, 1], [2, 3]]``, shards within the inner lists and replicates across.
+    are not placed yet). A list of lists, ``[[0, 1], [2, 3]]``, shards within the inner lists and replicates across; a node that is placed is
+    on the devices of some of the lists, in their order, so that one directive claims stages on ``[0, 1, 2, 3]`` and ``[4, 5, 6, 7]`` with
+    ``[[0, 1], [2, 3], [4, 5], [6, 7]]``.
+
+    A parameter that several nodes use, on one group or several, is reduced over all of these: shard by shard where it is sharded. Several
+    ``Replicate`` may claim them if their options are equal but for the devices.
 
     What is sharded over the replicas; each implies the ones before:
 
@@ -69,7 +74,7 @@ class Replicate(Directive, frozen=True):
                 "of at least 2 replicas"
             )
         changed = {
-            chunk.id: self._claim(dag, chunk, index, everyone)
+            chunk.id: self._claim(dag, chunk, index, groups, everyone)
             for chunk in matching_chunks(dag, selector, self.filter)
         }
         return add_replication(
@@ -110,7 +115,14 @@ class Replicate(Directive, frozen=True):
             )
         return groups, device_group([d for g in groups for d in g])
 
-    def _claim(self, dag: Dag, chunk: Chunk, index: int, everyone: DeviceGroup | None) -> Chunk:
+    def _claim(
+        self,
+        dag: Dag,
+        chunk: Chunk,
+        index: int,
+        groups: tuple[DeviceGroup, ...],
+        everyone: DeviceGroup | None,
+    ) -> Chunk:
         if chunk.replication is not None:
             first = dag.replications[chunk.replication].directive
             raise DirectiveError(
@@ -118,9 +130,18 @@ class Replicate(Directive, frozen=True):
             )
         if everyone is None:
             return replace(chunk, replication=index)
-        if chunk.devices not in (None, everyone):
-            raise PlacementError(
-                f"node {chunk.label!r} is placed on {list(chunk.devices or ())} but replicated on {self.devices}; "
+        if chunk.devices is not None and chunk.devices != _within(chunk.devices, groups):
+            remedy = (
                 'use devices="placed" or the same group'
+                if len(groups) == 1
+                else 'use devices="placed", or lists of which some hold just these devices, in this order'
             )
-        return replace(chunk, devices=everyone, replication=index)
+            raise PlacementError(
+                f"node {chunk.label!r} is placed on {list(chunk.devices)} but replicated on {self.devices}; {remedy}"
+            )
+        return replace(chunk, devices=chunk.devices or everyone, replication=index)
+
+
+def _within(devices: DeviceGroup, groups: tuple[DeviceGroup, ...]) -> DeviceGroup:
+    """The members of those of *groups* that are among *devices*, in their order."""
+    return tuple(d for group in groups if set(group) <= set(devices) for d in group)

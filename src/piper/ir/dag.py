@@ -271,12 +271,14 @@ class Replication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a ``Shard`` asks for the expert regions that it claims: the device lists within which their experts are sharded (empty: the
-    whole group of each node), and the stream of the all-to-all.
+    whole group of each node), and the stream of the all-to-all. ``sources`` is the number of replicas of the rest of the model whose tokens one
+    list works on (0: one for each member).
     """
 
     directive: int
     stream: Stream
     groups: tuple[DeviceGroup, ...] = ()
+    sources: int = 0
 
 
 class Clip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -475,9 +477,10 @@ class Dag:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas: the common size of all device groups (1 before placement)."""
-        sizes = [len(c.devices) for c in self.chunks() if not c.derived and c.devices]
-        return max(sizes, default=1)
+        """Data-parallel replicas: the common size of all device groups but those of sharded expert regions (1 before placement)."""
+        placed = [c for c in self.chunks() if not c.derived and c.devices]
+        whole = [c for c in placed if c.sharding is None] or placed
+        return max((len(c.participants) for c in whole), default=1)
 
     def expert_part(self, name: str, device: DeviceId) -> tuple[int, int] | None:
         """Which of how many parts of its experts *device* holds of parameter *name*; ``None`` where experts are not sharded."""

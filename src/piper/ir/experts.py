@@ -2,7 +2,7 @@
 
 The region's parameters say how many experts there are (E: their dimension 0). Every tensor that enters holds each expert's tokens:
 ``[E, C, …]``, or, in a *dropless* region (one with grouped products), rows sorted by expert with counts ``[E]``. On one of n devices
-these become ``[E/n, n·C, …]`` and ``[bound, …]`` with counts ``[E/n]``. Labels (:mod:`piper.ir.labels`) are followed through the
+that share the experts and work on the tokens of s devices these become ``[E/n, s·C, …]`` and ``[bound, …]`` with counts ``[E/n]``. Labels (:mod:`piper.ir.labels`) are followed through the
 bodies, which proves that the region works on each expert's tokens alone, and says what becomes of every size.
 
 Which dimension of an entering tensor is which is tried out: views at the border are part of the region's bodies, so a tensor may enter
@@ -34,11 +34,12 @@ from piper.ops.compute import Call
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a region is sharded: over how many devices; the room for tokens on one of them in units of those that one device sends (``None``: all
-    tokens of the group); patterns of the names of parameters that each device holds whole.
+    """How a region is sharded: over how many devices, which work on the tokens of how many; the room for tokens on one of them in units of
+    those that one device sends (``None``: all tokens); patterns of the names of parameters that each device holds whole.
     """
 
     count: int
+    sources: int
     capacity_factor: float | None = None
     replicated: tuple[str, ...] = ()
 
@@ -169,7 +170,9 @@ class _Sharder:
         first, *rest = self.sizes.shape(value.spec)
         dims = ((Factor(Axis.EXPERTS, first),), *(self.sizes.plain(size) for size in rest))
         label = self.labels[value.id] = Label(dims)
-        spec = Scale(self.cut.count).spec(value.spec, label)
+        if self.cut.count == 1:
+            return
+        spec = Scale(self.cut.count, self.cut.sources).spec(value.spec, label)
         layout = ExpertLayout(LayoutKind.PARAMETER, value.spec)
         self.values[value.id] = replace(value, spec=spec, experts=layout)
 
@@ -302,8 +305,8 @@ class _Sharder:
 
     def _scale(self, state: _State, tokens: Dim | None) -> Scale:
         if not state.dropless or tokens is None:
-            return Scale(self.cut.count)
-        return Scale(self.cut.count, tokens, _bound(tokens, self.cut))
+            return Scale(self.cut.count, self.cut.sources)
+        return Scale(self.cut.count, self.cut.sources, tokens, _bound(tokens, self.cut))
 
     # --- what leaves, and what enters -------------------------------------------------------------
 
@@ -426,7 +429,8 @@ def expert_groups(chunk: Chunk, lists: tuple[DeviceGroup, ...]) -> tuple[DeviceG
     if sorted(d for g in inside for d in g) != sorted(devices):
         raise PlacementError(
             f"node {chunk.label!r} is on devices {list(devices)}, which the lists {[list(g) for g in lists]} that share its experts do "
-            "not partition; shard within the region's own devices, each in one list"
+            "not partition; shard within the region's own devices, each in one list, or leave the region to this directive: placed by no Place, "
+            "it goes to the devices of the lists, whatever those around it are"
         )
     return inside
 
@@ -453,11 +457,12 @@ def _divided(size: Dim, by: int) -> Dim:
 
 def _bound(tokens: Dim, cut: Cut) -> Dim:
     """The rows that there is room for on one device."""
-    everything = tokens * cut.count if isinstance(tokens, int) else Expr(f"{cut.count}*({tokens})")
+    count = cut.sources
+    everything = tokens * count if isinstance(tokens, int) else Expr(f"{count}*({tokens})")
     if cut.capacity_factor is None:
         return everything
     factor = Fraction(cut.capacity_factor).limit_denominator(10**6)
-    if factor >= cut.count:
+    if factor >= count:
         return everything
     up, down = factor.numerator, factor.denominator
     if isinstance(tokens, int):

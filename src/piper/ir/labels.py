@@ -136,11 +136,12 @@ def _quotient(whole: Size, part: Size) -> Size:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What sharding over ``count`` devices makes of sizes. ``bound`` is the room for tokens on one device where that is no multiple of
-    the ``tokens`` of one microbatch (both as in the body).
+    """What sharding over ``count`` devices, which work on the tokens of ``sources`` devices, makes of sizes. ``bound`` is the room for tokens
+    on one device where that is no multiple of the ``tokens`` of one microbatch (both as in the body).
     """
 
     count: int
+    sources: int
     tokens: Dim | None = None
     bound: Dim | None = None
 
@@ -150,9 +151,11 @@ class Scale:
         experts, tokens = Axis.EXPERTS in found, Axis.TOKENS in found
         if self.bound is not None and tokens:
             size = _times(_over(size, self.tokens or 1), self.bound)
-        elif tokens and not experts:
-            size = _times(size, self.count)
-        if experts and not (tokens and self.bound is None):
+        elif experts and tokens and self.count == self.sources:
+            return size
+        elif tokens and self.sources > 1:
+            size = _times(size, self.sources)
+        if experts and self.count > 1:
             size = _over(size, self.count)
         return size
 

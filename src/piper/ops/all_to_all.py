@@ -1,7 +1,12 @@
-"""Exchange the experts' tokens among the members of a group that holds the experts in equal parts."""
+"""Exchange the experts' tokens within a group, some or all of whose members hold the experts in equal parts and some or all of which have
+tokens for them.
+"""
 
 from collections.abc import Sequence
 from typing import ClassVar
+
+import msgspec
+from msgspec.structs import replace
 
 from piper.errors import RunError
 from piper.ops.base import (
@@ -10,6 +15,7 @@ from piper.ops.base import (
     Handle,
     Instruction,
     Message,
+    Rendezvous,
     Site,
     Tensor,
     Work,
@@ -19,18 +25,37 @@ from piper.ops.base import (
 from piper.ops.bucket import BucketCollective, Collect
 
 
-@work
-class AllToAll(Work, frozen=True):
-    """Every member gets the tokens of its experts: with n members, ``[E, C, …]`` becomes ``[E/n, n·C, …]`` on each; ``back``: the inverse.
+class Ends(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """The positions, ascending, of a group's members that hold the parts of the experts, in order, and of those that have tokens."""
 
-    ``sizes`` are the sizes of the whole tensor on one member once dimensions that are merged are taken apart (-1: the tokens'), in
+    holders: tuple[int, ...]
+    sources: tuple[int, ...]
+
+
+class _Exchange(Work, frozen=True):
+    """``ends`` says who holds experts and who has tokens (``None``: every member does both)."""
+
+    ends: Ends | None = None
+    back: bool = False
+
+    def delivers(self, position: int) -> bool:
+        if self.ends is None:
+            return True
+        return position in (self.ends.sources if self.back else self.ends.holders)
+
+
+@work
+class AllToAll(_Exchange, frozen=True, kw_only=True):
+    """Every holder gets the tokens of its experts: with n holders and s sources, ``[E, C, …]`` on each source becomes ``[E/n, s·C, …]`` on
+    each holder; ``back``: the inverse.
+
+    ``sizes`` are the sizes of the whole tensor on one source once dimensions that are merged are taken apart (-1: the tokens'), in
     which ``expert_dim`` and ``token_dim`` are the experts' and the tokens' positions.
     """
 
     sizes: tuple[int, ...]
     expert_dim: int
     token_dim: int
-    back: bool = False
 
     def lower(self, site: Site) -> Instruction:
         return ExchangeExperts.at(
@@ -38,68 +63,125 @@ class AllToAll(Work, frozen=True):
             sizes=self.sizes,
             expert_dim=self.expert_dim,
             token_dim=self.token_dim,
+            ends=self.ends,
             back=self.back,
         )
 
 
 @work
-class AllToAllCounts(Work, frozen=True):
-    """The members tell each other how many tokens they have for each expert.
+class AllToAllCounts(_Exchange, frozen=True):
+    """The sources tell the holders how many tokens they have for each expert.
 
-    Input: ``counts[E]`` (int64). Outputs, on each of n members: ``[n, E/n]``, by sender the counts for the member's experts, and
-    ``[E/n]``, its sum over the senders.
+    Input, on each of s sources: ``counts[E]`` (int64). Outputs, on each of n holders: ``[s, E/n]``, by sender the counts for the holder's
+    experts, and ``[E/n]``, its sum over the senders. There is no way back.
     """
 
     def lower(self, site: Site) -> Instruction:
-        return ExchangeCounts.at(site)
+        return ExchangeCounts.at(site, ends=self.ends)
 
 
 @work
-class AllToAllRows(Work, frozen=True):
-    """Every member gets the rows of its experts, however many: ``[N, …]``, sorted by expert, becomes ``[bound, …]``, sorted by expert, then
+class AllToAllRows(_Exchange, frozen=True):
+    """Every holder gets the rows of its experts, however many: ``[N, …]``, sorted by expert, becomes ``[bound, …]``, sorted by expert, then
     by sender, with zeros at the end; ``back``: the inverse.
 
     With ``complete`` it is an error if the counts are of fewer than all rows (those behind come back as zeros). Inputs: the rows, the
-    member's own counts ``[E]``, and what :class:`AllToAllCounts` made of them, ``[n, E/n]``. The receiving shape is
+    sources' own counts ``[E]``, and what :class:`AllToAllCounts` made of them on the holders, ``[s, E/n]``. The receiving shape is
     the memory bound: more rows than it has are an error.
     """
 
-    back: bool = False
     complete: bool = False
 
     def lower(self, site: Site) -> Instruction:
-        return ExchangeRows.at(site, back=self.back, complete=self.complete)
+        return ExchangeRows.at(site, ends=self.ends, back=self.back, complete=self.complete)
+
+
+class _ExchangeInstruction(BucketCollective, frozen=True, kw_only=True):
+    """An exchange as one member takes part in it."""
+
+    ends: Ends | None = None
+    back: bool = False
+
+    @property
+    def holders(self) -> Sequence[int]:
+        """The members that hold experts, in order of their parts."""
+        return range(len(self.members)) if self.ends is None else self.ends.holders
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The members that have tokens."""
+        return range(len(self.members)) if self.ends is None else self.ends.sources
+
+    def rendezvous(self) -> Rendezvous:
+        meeting = super().rendezvous()
+        if self.ends is None:
+            return meeting
+        # A message is what one receiver gets of all senders; a sender has such a share for every receiver.
+        senders, receivers = len(self.ends.sources), len(self.ends.holders)
+        if self.back:
+            senders, receivers = receivers, senders
+        return replace(meeting, busiest=meeting.nbytes * max(senders, receivers) // senders)
+
+    def swap(
+        self,
+        communicator: Communicator,
+        out: Tensor,
+        flat: Tensor,
+        taken: Sequence[int],
+        given: Sequence[int],
+    ) -> Handle:
+        """Send ``given[i]`` elements of *flat* to receiver number i, receive ``taken[j]`` from sender number j (either is empty on a member that
+        does not send, or not receive).
+        """
+        senders, receivers = (
+            (self.holders, self.sources) if self.back else (self.sources, self.holders)
+        )
+        splits = [[0] * len(self.members), [0] * len(self.members)]
+        for mine, positions, numbers in ((0, senders, taken), (1, receivers, given)):
+            for position, number in zip(positions, numbers, strict=bool(numbers)):
+                splits[mine][position] = number
+        return communicator.all_to_all(out, flat, *splits)
 
 
 @instruction
-class ExchangeExperts(BucketCollective, frozen=True, kw_only=True):
-    """Send each member its experts' part of a tensor (``back``: the tokens that came from it)."""
+class ExchangeExperts(_ExchangeInstruction, frozen=True, kw_only=True):
+    """Send each holder its experts' part of a tensor (``back``: each source the tokens that came from it)."""
 
     role: ClassVar[str] = "all_to_all"
 
     sizes: tuple[int, ...]
     expert_dim: int
     token_dim: int
-    back: bool = False
 
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
     ) -> tuple[Handle, Collect]:
-        (tensor,), (message,) = tensors, self.messages
-        count, experts = len(self.members), self.sizes[self.expert_dim]
+        (message,) = self.messages
+        holders, sources = len(self.holders), len(self.sources)
         local = list(self.sizes)
-        local[self.expert_dim] = experts // count
+        local[self.expert_dim] //= holders
         part = tuple(local)
-        dims = (self.token_dim, self.expert_dim) if self.back else (self.expert_dim, self.token_dim)
-        flat = device.split_parts(tensor, part if self.back else self.sizes, dims[0], count)
-        share = message.numel // count
-        out = device.empty(message.numel, message.dtype)
-        handle = communicator.all_to_all(out, flat, (share,) * count, (share,) * count)
-        return handle, lambda: (device.join_parts(out, part, dims[1], count, message.shape),)
+        cut, join = self.expert_dim, self.token_dim
+        receivers, senders = holders, sources
+        if self.back:
+            cut, join, receivers, senders = join, cut, senders, receivers
+        share = message.numel // senders
+        received = message.numel if self.outputs else 0
+        out = device.empty(received, message.dtype)
+        flat = device.empty(0, message.dtype)
+        if tensors:
+            sizes = part if self.back else self.sizes
+            flat = device.split_parts(tensors[0], sizes, cut, receivers)
+        taken = [share] * senders if self.outputs else []
+        given = [share] * receivers if tensors else []
+        handle = self.swap(communicator, out, flat, taken, given)
+        if not self.outputs:
+            return handle, tuple
+        return handle, lambda: (device.join_parts(out, part, join, senders, message.shape),)
 
 
 @instruction
-class ExchangeCounts(BucketCollective, frozen=True, kw_only=True):
+class ExchangeCounts(_ExchangeInstruction, frozen=True, kw_only=True):
     """Exchange the numbers of tokens per expert."""
 
     role: ClassVar[str] = "all_to_all_counts"
@@ -108,10 +190,17 @@ class ExchangeCounts(BucketCollective, frozen=True, kw_only=True):
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
     ) -> tuple[Handle, Collect]:
         matrix, _ = self.messages
-        count, mine = matrix.shape
-        flat = device.flatten(tensors, ((count * mine,),))
-        out = device.empty(count * mine, matrix.dtype)
-        handle = communicator.all_to_all(out, flat, (mine,) * count, (mine,) * count)
+        senders, mine = matrix.shape
+        receivers = len(self.holders)
+        flat = device.empty(0, matrix.dtype)
+        if tensors:
+            flat = device.flatten(tensors, ((receivers * mine,),))
+        out = device.empty(matrix.numel if self.outputs else 0, matrix.dtype)
+        taken = [mine] * senders if self.outputs else []
+        given = [mine] * receivers if tensors else []
+        handle = self.swap(communicator, out, flat, taken, given)
+        if not self.outputs:
+            return handle, tuple
 
         def collect() -> Sequence[Tensor]:
             (received,) = device.unflatten(out, (matrix.shape,))
@@ -121,46 +210,51 @@ class ExchangeCounts(BucketCollective, frozen=True, kw_only=True):
 
 
 @instruction
-class ExchangeRows(BucketCollective, frozen=True, kw_only=True):
-    """Send each member its experts' rows (``back``: the rows that came from it). Inputs: rows, own counts, counts by sender.
+class ExchangeRows(_ExchangeInstruction, frozen=True, kw_only=True):
+    """Send each holder its experts' rows (``back``: each source the rows that came from it). Inputs: on who sends the rows, on sources their own
+    counts, on holders the counts by sender.
 
     Waits for the counts, which say how much to send and to receive. Raises :class:`RunError` for more rows than there is room for.
     """
 
     role: ClassVar[str] = "all_to_all_rows"
 
-    back: bool = False
     complete: bool = False
 
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
     ) -> tuple[Handle, Collect]:
-        rows, own, by_sender = tensors
         (message,) = self.messages
-        count = len(self.members)
-        counts = device.numbers(own)
-        mine = len(counts) // count
-        numbers = device.numbers(by_sender)
-        received = [numbers[i : i + mine] for i in range(0, len(numbers), mine)]
-        outwards = [sum(counts[i : i + mine]) for i in range(0, len(counts), mine)]
+        holds, has_tokens = communicator.rank in self.holders, communicator.rank in self.sources
+        left = list(tensors)
+        rows = left.pop(0) if (holds if self.back else has_tokens) else None
+        counts = device.numbers(left.pop(0)) if has_tokens else []
+        numbers = device.numbers(left.pop(0)) if holds else []
+        outwards = _sums(counts, len(self.holders))
+        received = _cut(numbers, len(self.sources))
         inwards = [sum(each) for each in received]
         width = _width(message)
-        if self.complete and sum(counts) != message.shape[0]:
+        if self.complete and has_tokens and sum(counts) != message.shape[0]:
             raise RunError(
                 f"the counts are of {sum(counts)} of {message.shape[0]} rows; what the region makes of the others is not known to be zero "
                 "(it adds something to them, for instance): do that outside of the region, or give every row an expert"
             )
+        flat = device.empty(0, message.dtype)
         if self.back:
-            flat = device.rows_by_sender(rows, received)
+            if rows is not None:
+                flat = device.rows_by_sender(rows, received)
             given, taken = inwards, outwards
         else:
             self._check_room(sum(inwards), message.shape[0])
-            flat = device.first_rows(rows, sum(outwards))
+            if rows is not None:
+                flat = device.first_rows(rows, sum(outwards))
             given, taken = outwards, inwards
         out = device.empty(sum(taken) * width, message.dtype)
-        handle = communicator.all_to_all(
-            out, flat, [n * width for n in taken], [n * width for n in given]
+        handle = self.swap(
+            communicator, out, flat, [n * width for n in taken], [n * width for n in given]
         )
+        if not self.outputs:
+            return handle, tuple
         if self.back:
             return handle, lambda: (device.padded_rows(out, message.shape),)
         return handle, lambda: (device.rows_by_expert(out, received, message.shape),)
@@ -172,6 +266,16 @@ class ExchangeRows(BucketCollective, frozen=True, kw_only=True):
             f"the experts of device group {list(self.members)} received {found} tokens on one device, {found - room} more than the {room} "
             "that there is room for; raise capacity_factor of the Shard, or leave it out (room for all tokens of the group)"
         )
+
+
+def _cut(numbers: list[int], count: int) -> list[list[int]]:
+    """*numbers* in *count* equal runs; none of none."""
+    each = len(numbers) // count
+    return [numbers[i : i + each] for i in range(0, len(numbers), each)] if numbers else []
+
+
+def _sums(numbers: list[int], count: int) -> list[int]:
+    return [sum(run) for run in _cut(numbers, count)]
 
 
 def _width(message: Message) -> int:

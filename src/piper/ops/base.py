@@ -405,13 +405,20 @@ class Rendezvous(msgspec.Struct, frozen=True, gc=False):
     """How an instruction meets its peers.
 
     ``role`` is ``send``, ``receive`` or the collective's kind; ``members`` are the devices that must meet (for a message: sender,
-    receiver); ``messages`` is what crosses (equal on all sides).
+    receiver); ``messages`` is what crosses (equal on all sides). ``busiest`` is the number of bytes that the member with most to do sends or
+    receives, where that is not what each has afterwards (0: it is).
     """
 
     communicator: CommunicatorId
     role: str
     members: tuple[DeviceId, ...]
     messages: tuple[Message, ...]
+    busiest: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what crosses, as a member sees it that is no less busy than others."""
+        return self.busiest or sum(message.nbytes for message in self.messages)
 
 
 class Instruction(

@@ -19,7 +19,7 @@ from piper.ops.bucket import BucketCollective, Collect
 
 @work
 class Broadcast(Work, frozen=True):
-    """Output i is, on every member, the first member's i-th input. All of one element type."""
+    """Output i is, on every member, the first member's i-th input. All of one element type. The other members need have no inputs."""
 
     def lower(self, site: Site) -> Instruction:
         return BroadcastBucket.at(site)
@@ -35,5 +35,9 @@ class BroadcastBucket(BucketCollective, frozen=True, kw_only=True):
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
     ) -> tuple[Handle, Collect]:
         shapes = tuple(message.shape for message in self.messages)
-        flat = device.flatten(tensors, shapes)
+        if tensors:
+            flat = device.flatten(tensors, shapes)
+        else:
+            (dtype,) = {message.dtype for message in self.messages}
+            flat = device.empty(sum(message.numel for message in self.messages), dtype)
         return communicator.broadcast(flat, 0), lambda: device.unflatten(flat, shapes)

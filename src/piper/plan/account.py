@@ -327,12 +327,14 @@ class _Walk:
                 part = _Storage(mine)
                 fills = tuple((slot, part) for slot in instruction.outputs)
                 return _Flight((_Storage(mine * len(members)), part), fills)
+            case ExchangeExperts() | ExchangeCounts() | ExchangeRows() if instruction.ends:
+                return self._exchange(instruction, *self._exchanged(instruction))
             case ExchangeExperts(messages=messages) | ExchangeCounts(messages=messages):
-                return self._exchange(instruction, messages[0].nbytes)
+                return self._exchange(instruction, messages[0].nbytes, messages[0].nbytes)
             case ExchangeRows(messages=messages):
                 # How many rows are sent and received depends on the data: at most as many as the larger side has room for.
                 largest = max(messages[0].nbytes, self._nbytes(instruction.inputs[0]))
-                return self._exchange(instruction, largest)
+                return self._exchange(instruction, largest, largest)
             case _:
                 meeting = instruction.rendezvous()
                 messages = () if meeting is None else meeting.messages
@@ -348,11 +350,21 @@ class _Walk:
             self._fill(target, pair[1])
         return tuple(storage for storage, _ in copies.values())
 
-    def _exchange(self, instruction: BucketCollective, nbytes: int) -> _Flight:
+    def _exchanged(
+        self, instruction: ExchangeExperts | ExchangeCounts | ExchangeRows
+    ) -> tuple[int, int]:
+        """At most the bytes that a member sends and receives: nothing on one that has no tokens, or experts, to send or receive for."""
+        assert instruction.ends is not None
+        position = instruction.members.index(self.mine.device)
+        senders = instruction.ends.holders if instruction.back else instruction.ends.sources
+        sent = self._nbytes(instruction.inputs[0]) if position in senders else 0
+        return sent, self._nbytes(instruction.outputs[0]) if instruction.outputs else 0
+
+    def _exchange(self, instruction: BucketCollective, sends: int, receives: int) -> _Flight:
         """A copy of what is sent, what is received, and the results, which are made of it."""
-        sent, received = _Storage(nbytes), _Storage(nbytes)
+        sent, received = _Storage(sends), _Storage(receives)
         made = tuple((slot, _Storage(self._nbytes(slot))) for slot in instruction.outputs)
-        if isinstance(instruction, ExchangeCounts):  # the matrix is what was received
+        if isinstance(instruction, ExchangeCounts) and made:  # the matrix is what was received
             made = ((instruction.outputs[0], received), *made[1:])
         return _Flight((sent, received), made)
 

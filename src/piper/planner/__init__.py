@@ -190,10 +190,12 @@ def _check_claimed(dag: Dag) -> None:
 
 
 def _check_sizes(dag: Dag) -> None:
-    """Chunks that exchange nothing are not linked, but they too run every microbatch of the batch exactly once."""
+    """Chunks that exchange nothing are not linked, but they too run every microbatch of the batch exactly once. Sharded expert regions run
+    what is sent to them.
+    """
     first: dict[int, Chunk] = {}
     for chunk in dag.chunks():
-        if not chunk.derived:
+        if not chunk.derived and chunk.sharding is None:
             first.setdefault(len(chunk.participants), chunk)
     if len(first) > 1:
         one, two = list(first.values())[:2]

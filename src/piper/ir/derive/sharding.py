@@ -81,7 +81,8 @@ def _check_equal(
     levels = {r.level for u in users if (r := builder.replication(u)) is not None}
     covered = {d for g in groups for d in g}
     holders = {d for home in homes for d in home or ()}
-    if len(sizes) > 1 or len(levels) > 1 or covered != holders or None in homes:
+    apart = sum(len(g) for g in groups) == len(covered)
+    if len(sizes) > 1 or len(levels) > 1 or covered != holders or None in homes or not apart:
         raise DirectiveError(
             f"parameter {name!r} is shared by nodes that shard it differently "
             f"({', '.join(sorted({u.label for u in users})[:4])}); one Replicate must claim all of them, on groups of equal size"

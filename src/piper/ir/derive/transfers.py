@@ -32,28 +32,24 @@ class _Links:
         self._exchange = Exchange(builder, core, self._move)
 
     def bring(self, value: ValueId, reader: Chunk) -> ValueId:
-        """*value* as *reader* reads it: first out of its maker's sharded region, then to the reader's devices, then into its region."""
+        """*value* as *reader* reads it: out of its maker's sharded region, to the reader's devices, into its region."""
         maker = self._builder.makers.get(value)
         if maker is None or maker.devices is None or reader.devices is None:
             return value
         if maker.sharding is not None and reader.sharding is None:
-            return self._move(self._exchange.leave(value, maker), reader, maker)
-        here = self._move(value, reader, maker)
+            return self._exchange.leave(value, maker, reader)
         if maker.sharding is None and reader.sharding is not None:
-            return self._exchange.enter(here, reader)
-        return here
+            return self._exchange.enter(value, maker, reader)
+        return self._move(value, maker, reader.devices, reader)
 
-    def _move(self, value: ValueId, reader: Chunk, maker: Chunk | None = None) -> ValueId:
-        builder = self._builder
-        maker = maker or builder.makers.get(value)
-        if maker is None or maker.devices is None or reader.devices in (None, maker.devices):
+    def _move(self, value: ValueId, maker: Chunk, to: DeviceGroup, reader: Chunk) -> ValueId:
+        """*value*, which lives where *maker* runs, on the devices *to*, for *reader*."""
+        if to == maker.devices:
             return value
-        assert reader.devices is not None
-        key = (value, reader.devices)
+        key = (value, to)
         if key not in self._arrived:
             stream = maker.p2p_stream or reader.p2p_stream or P2P_STREAM
-            arrived = transfer(builder, value, maker, reader.devices, reader.label, stream)
-            self._arrived[key] = arrived
+            self._arrived[key] = transfer(self._builder, value, maker, to, reader.label, stream)
         return self._arrived[key]
 
 
@@ -67,7 +63,8 @@ def transfer(
     )
     if len(maker.devices) != len(to):
         raise PlacementError(
-            f"{where}: linked device groups must have equal sizes (member i sends to member i)"
+            f"{where}: linked device groups must have equal sizes (member i sends to member i); only an expert region may be on a group of another "
+            "size, to which its Shard puts it instead of a Place"
         )
     pairs = _pairs(maker.devices, to)
     if not set(maker.devices).isdisjoint(to):

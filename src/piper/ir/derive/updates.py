@@ -1,6 +1,6 @@
 """Sums, reductions and updates: from gradient contributions to new parameters."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -44,14 +44,14 @@ ByGroup = Mapping[Group, Sequence[ValueId]]
 
 @dataclass(frozen=True)
 class Use:
-    """How a parameter is trained: who makes contributions (and how many), who else reads it, under which replication and
-    level, for which region. Parameters with equal uses may share buckets.
+    """How a parameter is trained: who makes contributions (and how many), who else reads it, under which replication of each of these
+    groups and which level, for which region. Parameters with equal uses may share buckets.
     """
 
     holders: tuple[Group, ...]
     readers: tuple[DeviceGroup, ...]
     region: Tags
-    replication: int | None
+    claims: tuple[int | None, ...]
     level: Level
     counts: tuple[int, ...]
     dtype: DType
@@ -69,7 +69,7 @@ def synchronise(builder: Builder) -> None:
     for parameter, values in builder.dag.contributions.items():
         if values:
             made[parameter] = by_group = _by_group(builder, values)
-            others = tuple(g for g in readers.get(parameter, ()) if g not in by_group)
+            others = {g: r for g, r in readers.get(parameter, {}).items() if g not in by_group}
             use = _use(builder, parameter, values, by_group, others)
             alike.setdefault(use, []).append(parameter)
     at_once = builder.dag.gradient_use is GradientUse.UPDATE  # else divided where they are summed
@@ -81,11 +81,10 @@ def synchronise(builder: Builder) -> None:
     )
     buckets: list[_Bucket] = []
     for use, names in alike.items():
-        replication = None if use.replication is None else builder.dag.replications[use.replication]
+        replication = _replication(builder, use.claims[0])
         limit = None if replication is None else replication.bucket_bytes
         buckets += [
-            _Bucket(builder, use, replication, bucket, made)
-            for bucket in builder.cut(names, limit, use.dtype)
+            _Bucket(builder, use, bucket, made) for bucket in builder.cut(names, limit, use.dtype)
         ]
     clip = builder.dag.clip
     if builder.dag.gradient_use is GradientUse.KEEP:
@@ -124,14 +123,18 @@ def _by_group(builder: Builder, values: Sequence[ValueId]) -> ByGroup:
     return by_group
 
 
-def _readers(builder: Builder) -> Mapping[str, Iterable[DeviceGroup]]:
-    """The device groups that read each parameter, whole or gathered."""
-    readers: dict[str, dict[DeviceGroup, None]] = {}
+def _replication(builder: Builder, claim: int | None) -> Replication | None:
+    return None if claim is None else builder.dag.replications[claim]
+
+
+def _readers(builder: Builder) -> Mapping[str, Mapping[DeviceGroup, int | None]]:
+    """The device groups that read each parameter, whole or gathered, and the replication of the first that does on each."""
+    readers: dict[str, dict[DeviceGroup, int | None]] = {}
     for chunk in builder.core():
         for value in chunk.inputs:
             info = builder.values[value]
             if info.role in (Role.PARAMETER, Role.GATHERED) and chunk.devices is not None:
-                readers.setdefault(info.name, {})[chunk.devices] = None
+                readers.setdefault(info.name, {}).setdefault(chunk.devices, chunk.replication)
     return readers
 
 
@@ -140,26 +143,51 @@ def _use(
     parameter: str,
     values: Sequence[ValueId],
     by_group: ByGroup,
-    readers: tuple[DeviceGroup, ...],
+    readers: Mapping[DeviceGroup, int | None],
 ) -> Use:
     makers = [builder.makers[v] for v in values]
-    claims = {m.replication for m in makers}
-    if len(claims) > 1:
-        labels = sorted({m.label for m in makers})
-        raise DirectiveError(
-            f"parameter {parameter!r} is used by nodes that different Replicate directives claim ({', '.join(labels[:4])}); "
-            "one Replicate must claim all users of a shared parameter"
-        )
+    _check_claims(builder, parameter, makers)
     _refuse_overlap(parameter, [*by_group, *readers])
+    claims = [builder.makers[vs[0]].replication for vs in by_group.values()]
     return Use(
         holders=tuple(by_group),
-        readers=readers,
+        readers=tuple(readers),
         region=builder.region(makers[0]),
-        replication=makers[0].replication,
+        claims=(*claims, *readers.values()),
         level=level_of(builder, parameter, builder.replication(makers[0])),
         counts=tuple(len(vs) for vs in by_group.values()),
         dtype=builder.values[values[0]].spec.dtype,
         experts=builder.experts.get(parameter),
+    )
+
+
+def _check_claims(builder: Builder, parameter: str, makers: Sequence[Chunk]) -> None:
+    """The users of a parameter are reduced together: what they were replicated by says the same but for the devices."""
+    first, *others = dict.fromkeys(m.replication for m in makers)
+    for other in others:
+        differing = _differing(_replication(builder, first), _replication(builder, other))
+        if differing:
+            labels = sorted({m.label for m in makers})
+            raise DirectiveError(
+                f"parameter {parameter!r} is used by nodes that Replicate directives with different options claim "
+                f"({', '.join(labels[:4])}): {differing}; one Replicate must claim all users of a shared parameter, or several with equal options"
+            )
+
+
+def _differing(one: Replication | None, other: Replication | None) -> str:
+    """In what two replications differ that matters to a parameter of both; empty if they do not."""
+    if one is None or other is None:
+        return "some are claimed by none"
+    words = {
+        "what is sharded": (one.level, other.level),
+        "bucket_size": (one.bucket_bytes, other.bucket_bytes),
+        "reduce_stream": (one.reduce_stream, other.reduce_stream),
+        "gather_stream": (one.gather_stream, other.gather_stream),
+    }
+    return ", ".join(
+        f"{word} differs between directives {one.directive} and {other.directive}"
+        for word, (mine, its) in words.items()
+        if mine != its
     )
 
 
@@ -194,13 +222,17 @@ class _Bucket:
         self,
         builder: Builder,
         use: Use,
-        replication: Replication | None,
         names: Sequence[str],
         made: Mapping[str, ByGroup],
     ) -> None:
         self.builder, self.use, self.names, self.made = builder, use, names, made
-        self.replication = replication
-        self.stream = REDUCE_STREAM if replication is None else replication.reduce_stream
+        homes = (*use.holders, *use.readers)
+        self.replications = {
+            home: _replication(builder, claim)
+            for home, claim in zip(homes, use.claims, strict=True)
+        }
+        self.replication = _replication(builder, use.claims[0])
+        self.stream = REDUCE_STREAM if self.replication is None else self.replication.reduce_stream
 
     def keep(self, divisors: Mapping[Group, ValueId]) -> None:
         """Add what each group has summed to what its devices keep."""
@@ -388,9 +420,11 @@ class _Bucket:
         return found
 
     def _groups(self, devices: Group) -> tuple[DeviceGroup, ...]:
+        """The groups within which the holders or readers *devices* shard the parameters."""
+        replication = self.replications[devices]
         assert devices is not None
-        assert self.replication is not None
-        return shard_groups(self.builder, self.names[0], self.replication, devices)
+        assert replication is not None
+        return shard_groups(self.builder, self.names[0], replication, devices)
 
     def _reduce_slices(self, sums: Mapping[Group, tuple[ValueId, ...]]) -> Sequence[ValueId]:
         """Add the slices of all groups that shard the parameters, slice by slice."""

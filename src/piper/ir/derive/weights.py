@@ -17,6 +17,7 @@ from piper.ir.derive.builder import (
 from piper.ir.derive.transfers import transfer
 from piper.ops.accumulate import Sum
 from piper.ops.all_reduce import AllReduce
+from piper.ops.broadcast import Broadcast
 
 
 def sum_weights(builder: Builder, groups: Collection[Group]) -> Mapping[Group, ValueId]:
@@ -44,7 +45,14 @@ def sum_weights(builder: Builder, groups: Collection[Group]) -> Mapping[Group, V
     found: dict[Group, ValueId] = dict.fromkeys(by_home, whole)
     source = update_chunk(Sum(), region, (), maker.devices)
     for group in groups:
-        if group not in found and group is not None and maker.devices is not None:
-            stream = maker.p2p_stream or P2P_STREAM
+        if group in found or group is None or maker.devices is None:
+            continue
+        stream = maker.p2p_stream or P2P_STREAM
+        if len(group) == len(maker.devices) and set(group).isdisjoint(maker.devices):
             found[group] = transfer(builder, whole, source, group, "update", stream)
+        else:  # experts on a group of its own
+            first = maker.devices[0]
+            everyone = (first, *(d for d in group if d != first))
+            node = communication(Broadcast(), region, (whole,), (everyone,), stream)
+            (found[group],) = builder.add(node, [total])
     return found

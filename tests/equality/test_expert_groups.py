@@ -1,0 +1,40 @@
+"""Experts on groups of their own equal plain PyTorch: in `make test` a part in which every pair of factor values occurs, with `-m full` all."""
+
+from itertools import combinations, product
+
+import pytest
+from tests.equality.expert_group_matrix import (
+    FACTORS,
+    TOLERANCE,
+    Case,
+    all_cases,
+    covering_cases,
+    run,
+)
+
+
+def test_every_pair_of_factor_values_is_covered():
+    chosen = covering_cases()
+    wanted = {
+        ((i, x), (j, y))
+        for (i, a), (j, b) in combinations(enumerate(FACTORS), 2)
+        for x, y in product(FACTORS[a], FACTORS[b])
+    }
+    assert {pair for case in chosen for pair in case.pairs} == wanted
+    assert len(set(chosen)) == len(chosen) < len(all_cases()) == 1024
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "case", sorted(covering_cases(), key=lambda c: (c.num_stages, c.form, str(c))), ids=str
+)
+def test_equal_to_plain_pytorch(case: Case):
+    assert run(case).worst <= TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_the_whole_matrix():
+    cases = sorted(all_cases(), key=lambda c: (c.num_stages, c.form, str(c)))
+    wrong = [str(case) for case in cases if not run(case).worst <= TOLERANCE]
+    assert not wrong
