@@ -115,7 +115,7 @@ def refuse_missing_copies(plan: Plan, holdings: Holdings, constants: frozenset[s
 
 
 def refuse_stale_copies(plan: Plan, holdings: Holdings) -> None:
-    """Refuse a plan that writes a parameter or buffer, or keeps a gradient, on some of the devices
+    """Refuse a plan that writes a parameter or buffer on some of the devices
     that hold it, but not on all.
     """
     written: dict[str, set[int]] = {}
