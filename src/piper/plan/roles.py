@@ -7,11 +7,11 @@ symmetries map onto each other have one *role*. The program of one device stands
 which all devices of a role go in step, and since completion never disables anything (see :mod:`piper.verify.deadlock`), it shows
 what every execution comes to.
 
-Tried are exchanges of two replicas, which plain replication allows, and, where groups shard within smaller groups, shifts of the grid
-whose rows these are.
+Tried are exchanges of two replicas, which plain replication allows, and, where groups shard within smaller groups (of slices, or of experts), shifts
+of the grid whose rows these are. Shifts are what one step down and one step right generate: if both steps are symmetries, all shifts are.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -82,18 +82,16 @@ def find_roles(dag: Dag, num_devices: int) -> Roles:
     if count < 2 or len(spots) < num_devices or any(len(g) != count for g in stages):
         return alone
     structures, widths = _structures(dag, spots)
+    symmetries = _Symmetries(count, structures, widths)
     stands_for: dict[int, int] = {}
     renamings: dict[int, Renaming] = {}
     for replica in range(count):
-        found = (
-            (first, renaming)
-            for first in dict.fromkeys(stands_for.values())
-            for renaming in _candidates(count, first, replica, widths)
-            if _is_symmetry(renaming, structures)
-        )
-        stands_for[replica], renaming = next(found, (replica, ()))
-        if renaming:
-            renamings[replica] = renaming
+        stands_for[replica] = replica
+        for first in dict.fromkeys(stands_for.values()):
+            renaming = None if first == replica else symmetries.mapping(first, replica)
+            if renaming is not None:
+                stands_for[replica], renamings[replica] = first, renaming
+                break
     classes: dict[int, list[int]] = {}
     for replica, first in stands_for.items():
         classes.setdefault(first, []).append(replica)
@@ -101,9 +99,7 @@ def find_roles(dag: Dag, num_devices: int) -> Roles:
     return Roles(tuple(roles), stages, spots, stands_for, renamings)
 
 
-def _structures(
-    dag: Dag, spots: Mapping[DeviceId, Spot]
-) -> tuple[list[frozenset[Image]], list[int]]:
+def _structures(dag: Dag, spots: Mapping[DeviceId, Spot]) -> tuple[list["_Structure"], list[int]]:
     """The distinct sets of groups that a symmetry must preserve, and the sizes of groups that the replicas divide into."""
     found: dict[tuple[bool, tuple[DeviceGroup, ...]], None] = {}
     for node in dag.nodes.values():
@@ -111,7 +107,7 @@ def _structures(
             found[isinstance(node.work, (Transfer, Broadcast)), node.groups] = None
         elif isinstance(node, Chunk):
             found[False, (node.participants,)] = None
-    for groups in dag.shards.values():
+    for groups in (*dag.shards.values(), *dag.expert_groups.values()):
         found[False, groups] = None
     if dag.grad_norm is not None:
         found[False, ((dag.grad_norm[1],),)] = None
@@ -123,35 +119,73 @@ def _structures(
     )
     sizes = {len(g) for _, groups in found for g in groups}
     count = dag.num_replicas
-    return list(structures), sorted(s for s in sizes if 1 < s < count and count % s == 0)
+    widths = sorted(s for s in sizes if 1 < s < count and count % s == 0)
+    return list(map(_Structure, structures)), widths
 
 
-def _candidates(count: int, one: int, other: int, widths: Iterable[int]) -> Iterator[Renaming]:
-    """Renamings that map replica *one* onto *other*: their exchange; shifts of grids with rows of *widths*."""
-    exchange = list(range(count))
-    exchange[one], exchange[other] = other, one
-    yield exchange
-    for width in widths:
-        down, right = other // width - one // width, other % width - one % width
-        yield [(r // width + down) * width % count + (r + right) % width for r in range(count)]
+class _Structure:
+    """A set of groups, and which of them each replica is in."""
+
+    def __init__(self, groups: frozenset[Image]) -> None:
+        self._groups = groups
+        self._of_replica: dict[int, list[tuple[Image, Spot]]] = {}
+        for group in groups:
+            for spot in group[1]:
+                self._of_replica.setdefault(spot[1], []).append((group, spot))
+
+    def preserved(self, renaming: Renaming, moved: Sequence[int]) -> bool:
+        """Whether *renaming*, which changes the replicas *moved*, maps every group onto one."""
+        leaving: dict[Image, None] = {}
+        for replica in moved:
+            new = renaming[replica]
+            for group, spot in self._of_replica.get(replica, ()):
+                first, members = group
+                # Most groups are large and map onto themselves.
+                if (spot[0], new) not in members or first == spot:
+                    leaving[group] = None
+        return all(self._image(group, renaming) in self._groups for group in leaving)
+
+    @staticmethod
+    def _image(group: Image, renaming: Renaming) -> Image:
+        first, members = group
+        return (
+            None if first is None else (first[0], renaming[first[1]]),
+            frozenset((stage, renaming[replica]) for stage, replica in members),
+        )
 
 
-def _is_symmetry(renaming: Renaming, structures: Iterable[frozenset[Image]]) -> bool:
-    moved = {replica for replica, new in enumerate(renaming) if replica != new}
-    return all(_preserves(groups, renaming, moved) for groups in structures)
+class _Symmetries:
+    """The symmetries of *count* replicas, among those that are tried; *widths* are the lengths of the rows of grids."""
 
+    def __init__(
+        self, count: int, structures: Sequence[_Structure], widths: Sequence[int]
+    ) -> None:
+        self._count, self._structures, self._widths = count, structures, widths
+        self._shiftable: dict[int, bool] = {}
 
-def _preserves(groups: frozenset[Image], renaming: Renaming, moved: set[int]) -> bool:
-    def image(spot: Spot) -> Spot:
-        return spot[0], renaming[spot[1]]
+    def mapping(self, one: int, other: int) -> Renaming | None:
+        """A symmetry that maps replica *one* onto *other*: their exchange, or a shift of a grid."""
+        exchange = list(range(self._count))
+        exchange[one], exchange[other] = other, one
+        if self._is_symmetry(exchange):
+            return exchange
+        for width in self._widths:
+            down, right = other // width - one // width, other % width - one % width
+            shift = self._shift(width, down, right)
+            if self._all_shifts(width) or self._is_symmetry(shift):
+                return shift
+        return None
 
-    for first, members in groups:
-        # Most groups are large and map onto themselves: only spots that move can leave one.
-        if all(image(spot) in members for spot in members if spot[1] in moved) and (
-            first is None or first[1] not in moved
-        ):
-            continue
-        mapped = (None if first is None else image(first), frozenset(map(image, members)))
-        if mapped not in groups:
-            return False
-    return True
+    def _shift(self, width: int, down: int, right: int) -> Renaming:
+        count = self._count
+        return [(r // width + down) * width % count + (r + right) % width for r in range(count)]
+
+    def _all_shifts(self, width: int) -> bool:
+        if (known := self._shiftable.get(width)) is None:
+            steps = (self._shift(width, 1, 0), self._shift(width, 0, 1))
+            known = self._shiftable[width] = all(map(self._is_symmetry, steps))
+        return known
+
+    def _is_symmetry(self, renaming: Renaming) -> bool:
+        moved = [replica for replica, new in enumerate(renaming) if replica != new]
+        return all(groups.preserved(renaming, moved) for groups in self._structures)

@@ -12,15 +12,24 @@ class Total:
     """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up, and which
     slice of it is meant (``WHOLE``: all of it). ``final``: what was kept from earlier steps is in it. ``scaled``: of a loss's
     weight, that it is multiplied by the scale of the loss. ``part``: which part of the experts it is for, if these are sharded.
+
+    The multiset is the integer ``counts``, with eight bits per contribution. Of it are stored the ``digits`` from number ``start`` on, all before
+    being zero: most sums are of one microbatch, of very many.
     """
 
     name: str
-    counts: int
+    digits: int
     history: int
     shard: int = WHOLE
     final: bool = False
     scaled: bool = False
     part: int = WHOLE
+    start: int = 0
+
+    @property
+    def counts(self) -> int:
+        """How often each contribution is in it."""
+        return self.digits << (8 * self.start)
 
     @property
     def target(self) -> tuple[str, int]:
@@ -30,9 +39,16 @@ class Total:
     def plus(self, other: "Total") -> "Total":
         """The sum of two; addition of two numbers commutes bitwise."""
         one, two = sorted((self.history, other.history))
-        return Total(
-            self.name, self.counts + other.counts, hash((one, two)), self.shard, part=self.part
-        )
+        return together((self, other), hash((one, two)))
+
+
+def together(totals: Sequence[Total], history: int) -> Total:
+    """The sum of *totals*, which are for the same slice of the same gradient; *history* says how it was made."""
+    first = totals[0]
+    start = min(total.start for total in totals)
+    digits = sum(total.digits << (8 * (total.start - start)) for total in totals)
+    scaled = all(total.scaled for total in totals)
+    return Total(first.name, digits, history, first.shard, False, scaled, first.part, start)
 
 
 @dataclass(frozen=True, slots=True)
