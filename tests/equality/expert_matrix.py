@@ -119,8 +119,8 @@ def strategy(case: Case) -> list[Directive]:
 
 def plan_of(case: Case) -> Plan:
     """The verified plan of *case*."""
-    captured = _captured(case.num_stages, case.form)
-    dag = replace(captured.dag, batch_size=ROWS * case.size * case.microbatches)
+    dag = captured(case.num_stages, case.form).dag
+    dag = replace(dag, batch_size=ROWS * case.size * case.microbatches)
     plan = piper.plan(piper.apply(dag, strategy(case)))
     assert plan.num_devices == case.pp * case.size
     assert bool(plan.dag.expert_groups) == (case.ep > 1)
@@ -134,7 +134,7 @@ def run(case: Case) -> planned.Worst:
     pieces = case.size * case.microbatches
     found = planned.train(
         plan_of(case),
-        _captured(case.num_stages, case.form).constants,
+        captured(case.num_stages, case.form).constants,
         _model(case.num_stages, case.form),
         _batches(pieces),
         adam,
@@ -178,7 +178,7 @@ def _model(num_stages: int, form: str) -> nn.Module:
 
 
 @cache
-def _captured(num_stages: int, form: str) -> Captured:
+def captured(num_stages: int, form: str) -> Captured:
     model, (batch, *_) = _model(num_stages, form), _batches(4)
     return capture_with_constants(model, moe_loss, batch)
 

@@ -7,12 +7,13 @@ symmetries map onto each other have one *role*. The program of one device stands
 which all devices of a role go in step, and since completion never disables anything (see :mod:`piper.verify.deadlock`), it shows
 what every execution comes to.
 
-Tried are exchanges of two replicas, which plain replication allows, and, where groups shard within smaller groups (of slices, or of experts), shifts
-of the grid whose rows these are. Shifts are what one step down and one step right generate: if both steps are symmetries, all shifts are.
+Tried are exchanges of two replicas, which plain replication allows, and, where groups are rows or columns of a grid of the replicas (slices or
+experts shared within smaller groups), exchanges of two rows, and of two columns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 from piper.ids import DeviceId
@@ -155,37 +156,74 @@ class _Structure:
 
 
 class _Symmetries:
-    """The symmetries of *count* replicas, among those that are tried; *widths* are the lengths of the rows of grids."""
+    """The symmetries of *count* replicas, among those that are tried; *widths* are the sizes of smaller groups."""
 
     def __init__(
         self, count: int, structures: Sequence[_Structure], widths: Sequence[int]
     ) -> None:
-        self._count, self._structures, self._widths = count, structures, widths
-        self._shiftable: dict[int, bool] = {}
+        self._count, self._structures = count, structures
+        self._grids = list(_grids(count, widths))
+        self._known: dict[tuple[_Digit, int, int], bool] = {}
 
     def mapping(self, one: int, other: int) -> Renaming | None:
-        """A symmetry that maps replica *one* onto *other*: their exchange, or a shift of a grid."""
+        """A symmetry that maps replica *one* onto *other*: their exchange, or of the rows, columns and so on of a grid in which they differ."""
         exchange = list(range(self._count))
         exchange[one], exchange[other] = other, one
         if self._is_symmetry(exchange):
             return exchange
-        for width in self._widths:
-            down, right = other // width - one // width, other % width - one % width
-            shift = self._shift(width, down, right)
-            if self._all_shifts(width) or self._is_symmetry(shift):
-                return shift
+        for grid in self._grids:
+            swaps = [
+                (digit, a, b)
+                for digit in grid
+                if (a := digit.of(one)) != (b := digit.of(other))
+            ]
+            if all(self._may_swap(*swap) for swap in swaps):
+                renaming = list(range(self._count))
+                for digit, a, b in swaps:
+                    renaming = [digit.swapped(replica, a, b) for replica in renaming]
+                return renaming
         return None
 
-    def _shift(self, width: int, down: int, right: int) -> Renaming:
-        count = self._count
-        return [(r // width + down) * width % count + (r + right) % width for r in range(count)]
-
-    def _all_shifts(self, width: int) -> bool:
-        if (known := self._shiftable.get(width)) is None:
-            steps = (self._shift(width, 1, 0), self._shift(width, 0, 1))
-            known = self._shiftable[width] = all(map(self._is_symmetry, steps))
+    def _may_swap(self, digit: "_Digit", a: int, b: int) -> bool:
+        key = (digit, min(a, b), max(a, b))
+        if (known := self._known.get(key)) is None:
+            renaming = [digit.swapped(replica, a, b) for replica in range(self._count)]
+            known = self._known[key] = self._is_symmetry(renaming)
         return known
 
     def _is_symmetry(self, renaming: Renaming) -> bool:
         moved = [replica for replica, new in enumerate(renaming) if replica != new]
         return all(groups.preserved(renaming, moved) for groups in self._structures)
+
+
+@dataclass(frozen=True, slots=True)
+class _Digit:
+    """A digit of a replica's number, of *base* values, worth *weight*: its column or row in a grid."""
+
+    weight: int
+    base: int
+
+    def of(self, replica: int) -> int:
+        """The digit of *replica*."""
+        return replica // self.weight % self.base
+
+    def swapped(self, replica: int, a: int, b: int) -> int:
+        """*replica* with *a* in place of *b* there, and *b* in place of *a*."""
+        mine = self.of(replica)
+        return replica + {a: b - a, b: a - b}.get(mine, 0) * self.weight
+
+
+def _grids(count: int, widths: Sequence[int]) -> Iterator[tuple[_Digit, ...]]:
+    """How numbers below *count* are written as digits: as rows of each of *widths*, and of all at once that divide each other."""
+    nested: list[int] = []
+    for width in widths:
+        yield _digits(count, (width,))
+        if not nested or width % nested[-1] == 0:
+            nested.append(width)
+    if len(nested) > 1:
+        yield _digits(count, nested)
+
+
+def _digits(count: int, weights: Sequence[int]) -> tuple[_Digit, ...]:
+    bounds = [1, *weights, count]
+    return tuple(_Digit(low, high // low) for low, high in pairwise(bounds))
