@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from msgspec.structs import replace as replace_struct
+from tests.equality import expert_matrix
 from tests.verify.dags import chain
 from tests.verify.plans import CASES, ROWS, drop, find, hybrid, make, pipeline
 
@@ -13,9 +14,13 @@ from piper.directives.split import Split
 from piper.directives.strategy import apply
 from piper.errors import ConfigError, VerificationError
 from piper.ids import DeviceId
+from piper.ir.dag import Clip, GradientUse
+from piper.ir.edit import use_gradients
 from piper.ops.accumulate import Accumulate
 from piper.ops.all_gather import AllGatherBucket, RefreshBucket
 from piper.ops.all_reduce import AllReduceBucket
+from piper.ops.all_to_all import ExchangeRows
+from piper.ops.grad_norm import Norm
 from piper.ops.p2p import Send
 from piper.ops.reduce_scatter import ReduceScatterBucket
 from piper.plan.codec import decode_plan, encode_plan
@@ -25,6 +30,9 @@ from piper.plan.topology import Topology
 from piper.planner import plan as make_plan
 from piper.simulate import simulate
 from piper.verify import find_problems, verify
+from piper.verify.contributions import _Symbolic
+from piper.verify.deadlock import Execution
+from piper.verify.structure import check_structure
 
 MORE = {
     "six replicas": lambda: (chain(3, 6 * ROWS), pipeline(3, replicas=6, shard_grads=True)),
@@ -33,7 +41,25 @@ MORE = {
         [Replicate({}, [[0, 1, 2], [3, 4, 5]], shard_params=True), Split({}, num_microbatches=2)],
     ),
 }
-ALL = {**CASES, **MORE}
+
+
+def experts(ep, dp, zero, *, clip=False):
+    """Two stages, each on *dp* groups of *ep* devices that share the experts."""
+    case = expert_matrix.Case("1f1b", ep, dp, 2, zero, "dropless", recompute=False)
+    dag = expert_matrix.captured(2, "dropless").dag
+    dag = replace(dag, batch_size=expert_matrix.ROWS * case.size * case.microbatches)
+    if clip:
+        dag = use_gradients(dag, GradientUse.UPDATE, Clip(Norm.L2, 1.5)).dag
+    return dag, expert_matrix.strategy(case)
+
+
+EXPERTS = {
+    "experts": lambda: experts(2, 2, 0),
+    "experts, zero 2": lambda: experts(4, 2, 2),
+    "experts, zero 3": lambda: experts(2, 4, 3),
+    "experts, zero 3, clipped": lambda: experts(4, 2, 3, clip=True),
+}
+ALL = {**CASES, **MORE, **EXPERTS}
 FOLDED = {
     "1f1b × dp": 2,
     "tied × dp": 2,
@@ -51,6 +77,11 @@ FOLDED = {
     "two rows of three": 1,
     "buffer × dp": 4,  # the first replica's buffer counts
     "1f1b": 2,
+    "experts": 2,
+    "experts, zero 2": 2,
+    "experts, zero 3": 2,
+    # The first replica measures dense gradients, its group those of the experts.
+    "experts, zero 3, clipped": 8,
 }
 """Roles by case."""
 
@@ -129,6 +160,28 @@ def test_folded_plans_are_verified(name):
     assert report.collectives == whole.collectives
 
 
+def sums(plan):
+    """What each slot of each device holds in the verifier's execution with symbols: for what, which contributions how often, which part."""
+    subject, problems = check_structure(plan)
+    assert not problems
+    execution = Execution(subject)
+    execution.run()
+    symbolic = _Symbolic(subject)
+    assert not list(symbolic.run(execution.completed))
+    return [
+        {slot: (t.target, t.counts, t.shard, t.final, t.scaled) for slot, t in mine.items()}
+        for mine in symbolic.totals
+    ]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sums_are_followed_as_in_the_whole_plan(name):
+    plan, folded = both(name)
+    whole, found = sums(plan), sums(folded)
+    for device, *_ in folded.represented():
+        assert found[device] == whole[device]
+
+
 @pytest.mark.parametrize("name", FOLDED)
 @pytest.mark.parametrize(("groups_per_node", "nics"), [(1, 1), (2, 1), (2, 2)])
 def test_folded_plans_take_as_long(name, groups_per_node, nics):
@@ -157,6 +210,9 @@ def test_folded_plans_take_as_long(name, groups_per_node, nics):
         ("zero 1", RefreshBucket, "never executed"),
         ("six replicas", Accumulate, "never added"),
         ("six replicas", Send, "never executed"),
+        ("experts, zero 3", ExchangeRows, "never executed"),
+        ("experts, zero 3", ReduceScatterBucket, "never executed"),
+        ("experts, zero 3, clipped", AllReduceBucket, "never executed"),
     ],
 )
 def test_what_is_missing_in_a_folded_plan_is_found(name, kind, check):

@@ -92,7 +92,7 @@ class Order(Directive, frozen=True):
                         )
 
     def _ordered(self, dag: Dag, number: int, selector: Selector) -> Edit:
-        last: dict[DeviceId | None, list[NodeId]] = {}
+        last: dict[DeviceId | None, tuple[NodeId, ...]] = {}
         edges: dict[tuple[NodeId, NodeId], None] = {}
         overlaps: list[tuple[NodeId, ...]] = []
         for group in self.filters:
@@ -103,11 +103,18 @@ class Order(Directive, frozen=True):
                     for device in dag.nodes[node].participants or (None,):
                         current.setdefault(device, {})[node] = None
             overlaps += overlapping(dag, members)
-            for device, nodes in current.items():
-                first, final = _ends(dag, nodes)
-                for before in last.get(device, ()):
-                    edges.update({(before, after): None for after in first if after != before})
+            # Devices of one group have the same nodes; there may be thousands.
+            ends: dict[tuple[NodeId, ...], tuple[tuple[NodeId, ...], tuple[NodeId, ...]]] = {}
+            joined: dict[tuple[tuple[NodeId, ...], tuple[NodeId, ...]], None] = {}
+            for device, mine in current.items():
+                nodes = tuple(mine)
+                if nodes not in ends:
+                    ends[nodes] = _ends(dag, nodes)
+                first, final = ends[nodes]
+                joined[last.get(device, ()), first] = None
                 last[device] = final
+            for finals, firsts in joined:
+                edges.update({(a, b): None for a in finals for b in firsts if a != b})
         dag = add_order(dag, [OrderEdge(a, b, number) for a, b in edges]).dag
         return add_overlaps(dag, [Overlap(number, nodes) for nodes in overlaps])
 
@@ -117,15 +124,17 @@ def _orderable(node: Node) -> bool:
     return isinstance(node, Comm) or not node.derived or isinstance(node.work, Update)
 
 
-def _ends(dag: Dag, nodes: Iterable[NodeId]) -> tuple[list[NodeId], list[NodeId]]:
+def _ends(
+    dag: Dag, nodes: Iterable[NodeId]
+) -> tuple[tuple[NodeId, ...], tuple[NodeId, ...]]:
     """Those of *nodes* that read nothing of the others, and those that the others read nothing of: edges to the first and
     from the second order all of them.
     """
     group = [dag.nodes[n] for n in nodes]
     makers = {value: node.id for node in group for value in node.outputs}
     read = {v for node in group for v in node.inputs if v in makers}
-    first = [node.id for node in group if not read.intersection(node.inputs)]
-    final = [node.id for node in group if not read.intersection(node.outputs)]
+    first = tuple(node.id for node in group if not read.intersection(node.inputs))
+    final = tuple(node.id for node in group if not read.intersection(node.outputs))
     return first, final
 
 

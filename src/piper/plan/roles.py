@@ -7,12 +7,13 @@ symmetries map onto each other have one *role*. The program of one device stands
 which all devices of a role go in step, and since completion never disables anything (see :mod:`piper.verify.deadlock`), it shows
 what every execution comes to.
 
-Tried are exchanges of two replicas, which plain replication allows, and, where groups shard within smaller groups, shifts of the grid
-whose rows these are.
+Tried are exchanges of two replicas, which plain replication allows, and, where groups are rows or columns of a grid of the replicas (slices or
+experts shared within smaller groups), exchanges of two rows, and of two columns.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 from piper.ids import DeviceId
@@ -82,18 +83,16 @@ def find_roles(dag: Dag, num_devices: int) -> Roles:
     if count < 2 or len(spots) < num_devices or any(len(g) != count for g in stages):
         return alone
     structures, widths = _structures(dag, spots)
+    symmetries = _Symmetries(count, structures, widths)
     stands_for: dict[int, int] = {}
     renamings: dict[int, Renaming] = {}
     for replica in range(count):
-        found = (
-            (first, renaming)
-            for first in dict.fromkeys(stands_for.values())
-            for renaming in _candidates(count, first, replica, widths)
-            if _is_symmetry(renaming, structures)
-        )
-        stands_for[replica], renaming = next(found, (replica, ()))
-        if renaming:
-            renamings[replica] = renaming
+        stands_for[replica] = replica
+        for first in dict.fromkeys(stands_for.values()):
+            renaming = None if first == replica else symmetries.mapping(first, replica)
+            if renaming is not None:
+                stands_for[replica], renamings[replica] = first, renaming
+                break
     classes: dict[int, list[int]] = {}
     for replica, first in stands_for.items():
         classes.setdefault(first, []).append(replica)
@@ -101,9 +100,7 @@ def find_roles(dag: Dag, num_devices: int) -> Roles:
     return Roles(tuple(roles), stages, spots, stands_for, renamings)
 
 
-def _structures(
-    dag: Dag, spots: Mapping[DeviceId, Spot]
-) -> tuple[list[frozenset[Image]], list[int]]:
+def _structures(dag: Dag, spots: Mapping[DeviceId, Spot]) -> tuple[list["_Structure"], list[int]]:
     """The distinct sets of groups that a symmetry must preserve, and the sizes of groups that the replicas divide into."""
     found: dict[tuple[bool, tuple[DeviceGroup, ...]], None] = {}
     for node in dag.nodes.values():
@@ -111,7 +108,7 @@ def _structures(
             found[isinstance(node.work, (Transfer, Broadcast)), node.groups] = None
         elif isinstance(node, Chunk):
             found[False, (node.participants,)] = None
-    for groups in dag.shards.values():
+    for groups in (*dag.shards.values(), *dag.expert_groups.values()):
         found[False, groups] = None
     if dag.grad_norm is not None:
         found[False, ((dag.grad_norm[1],),)] = None
@@ -123,35 +120,110 @@ def _structures(
     )
     sizes = {len(g) for _, groups in found for g in groups}
     count = dag.num_replicas
-    return list(structures), sorted(s for s in sizes if 1 < s < count and count % s == 0)
+    widths = sorted(s for s in sizes if 1 < s < count and count % s == 0)
+    return list(map(_Structure, structures)), widths
 
 
-def _candidates(count: int, one: int, other: int, widths: Iterable[int]) -> Iterator[Renaming]:
-    """Renamings that map replica *one* onto *other*: their exchange; shifts of grids with rows of *widths*."""
-    exchange = list(range(count))
-    exchange[one], exchange[other] = other, one
-    yield exchange
+class _Structure:
+    """A set of groups, and which of them each replica is in."""
+
+    def __init__(self, groups: frozenset[Image]) -> None:
+        self._groups = groups
+        self._of_replica: dict[int, list[tuple[Image, Spot]]] = {}
+        for group in groups:
+            for spot in group[1]:
+                self._of_replica.setdefault(spot[1], []).append((group, spot))
+
+    def preserved(self, renaming: Renaming, moved: Sequence[int]) -> bool:
+        """Whether *renaming*, which changes the replicas *moved*, maps every group onto one."""
+        leaving: dict[Image, None] = {}
+        for replica in moved:
+            new = renaming[replica]
+            for group, spot in self._of_replica.get(replica, ()):
+                first, members = group
+                # Most groups are large and map onto themselves.
+                if (spot[0], new) not in members or first == spot:
+                    leaving[group] = None
+        return all(self._image(group, renaming) in self._groups for group in leaving)
+
+    @staticmethod
+    def _image(group: Image, renaming: Renaming) -> Image:
+        first, members = group
+        return (
+            None if first is None else (first[0], renaming[first[1]]),
+            frozenset((stage, renaming[replica]) for stage, replica in members),
+        )
+
+
+class _Symmetries:
+    """The symmetries of *count* replicas, among those that are tried; *widths* are the sizes of smaller groups."""
+
+    def __init__(
+        self, count: int, structures: Sequence[_Structure], widths: Sequence[int]
+    ) -> None:
+        self._count, self._structures = count, structures
+        self._grids = list(_grids(count, widths))
+        self._known: dict[tuple[_Digit, int, int], bool] = {}
+
+    def mapping(self, one: int, other: int) -> Renaming | None:
+        """A symmetry that maps replica *one* onto *other*: their exchange, or of the rows, columns and so on of a grid in which they differ."""
+        exchange = list(range(self._count))
+        exchange[one], exchange[other] = other, one
+        if self._is_symmetry(exchange):
+            return exchange
+        for grid in self._grids:
+            swaps = [
+                (digit, a, b)
+                for digit in grid
+                if (a := digit.of(one)) != (b := digit.of(other))
+            ]
+            if all(self._may_swap(*swap) for swap in swaps):
+                renaming = list(range(self._count))
+                for digit, a, b in swaps:
+                    renaming = [digit.swapped(replica, a, b) for replica in renaming]
+                return renaming
+        return None
+
+    def _may_swap(self, digit: "_Digit", a: int, b: int) -> bool:
+        key = (digit, min(a, b), max(a, b))
+        if (known := self._known.get(key)) is None:
+            renaming = [digit.swapped(replica, a, b) for replica in range(self._count)]
+            known = self._known[key] = self._is_symmetry(renaming)
+        return known
+
+    def _is_symmetry(self, renaming: Renaming) -> bool:
+        moved = [replica for replica, new in enumerate(renaming) if replica != new]
+        return all(groups.preserved(renaming, moved) for groups in self._structures)
+
+
+@dataclass(frozen=True, slots=True)
+class _Digit:
+    """A digit of a replica's number, of *base* values, worth *weight*: its column or row in a grid."""
+
+    weight: int
+    base: int
+
+    def of(self, replica: int) -> int:
+        """The digit of *replica*."""
+        return replica // self.weight % self.base
+
+    def swapped(self, replica: int, a: int, b: int) -> int:
+        """*replica* with *a* in place of *b* there, and *b* in place of *a*."""
+        mine = self.of(replica)
+        return replica + {a: b - a, b: a - b}.get(mine, 0) * self.weight
+
+
+def _grids(count: int, widths: Sequence[int]) -> Iterator[tuple[_Digit, ...]]:
+    """How numbers below *count* are written as digits: as rows of each of *widths*, and of all at once that divide each other."""
+    nested: list[int] = []
     for width in widths:
-        down, right = other // width - one // width, other % width - one % width
-        yield [(r // width + down) * width % count + (r + right) % width for r in range(count)]
+        yield _digits(count, (width,))
+        if not nested or width % nested[-1] == 0:
+            nested.append(width)
+    if len(nested) > 1:
+        yield _digits(count, nested)
 
 
-def _is_symmetry(renaming: Renaming, structures: Iterable[frozenset[Image]]) -> bool:
-    moved = {replica for replica, new in enumerate(renaming) if replica != new}
-    return all(_preserves(groups, renaming, moved) for groups in structures)
-
-
-def _preserves(groups: frozenset[Image], renaming: Renaming, moved: set[int]) -> bool:
-    def image(spot: Spot) -> Spot:
-        return spot[0], renaming[spot[1]]
-
-    for first, members in groups:
-        # Most groups are large and map onto themselves: only spots that move can leave one.
-        if all(image(spot) in members for spot in members if spot[1] in moved) and (
-            first is None or first[1] not in moved
-        ):
-            continue
-        mapped = (None if first is None else image(first), frozenset(map(image, members)))
-        if mapped not in groups:
-            return False
-    return True
+def _digits(count: int, weights: Sequence[int]) -> tuple[_Digit, ...]:
+    bounds = [1, *weights, count]
+    return tuple(_Digit(low, high // low) for low, high in pairwise(bounds))

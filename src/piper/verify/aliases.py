@@ -5,6 +5,7 @@ the parameter or buffer itself. Every other write makes a new tensor.
 """
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from piper.ids import BodyId, Slot
 from piper.ir.body import Body, call_refs
@@ -16,10 +17,18 @@ VIEWS = TENSOR_VIEWS | {"operator"}
 """Operators whose results may share memory with their first argument; ``operator``: ``operator.getitem``."""
 
 
-def find_aliases(trace: Trace, bodies: Mapping[BodyId, Body]) -> None:
+Sources: TypeAlias = Mapping[BodyId, tuple[tuple[int, ...], ...]]
+"""Of each body that may return views of its inputs: per output, these inputs."""
+
+
+def find_views(bodies: Mapping[BodyId, Body]) -> Sources:
+    """Which outputs of *bodies* may be views of what."""
+    return {name: found for name, body in bodies.items() if any(found := _views(body))}
+
+
+def find_aliases(trace: Trace, views: Sources) -> None:
     """Add to ``trace.uses`` the state slots that an instruction reads through views of them."""
     trace.uses.extend(trace.reads)
-    views = {name: found for name, body in bodies.items() if any(found := _views(body))}
     if not views:
         return
     shared: dict[Slot, frozenset[Slot]] = {slot: frozenset((slot,)) for slot in trace.state}

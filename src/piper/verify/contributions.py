@@ -7,35 +7,28 @@ integers. Beside it goes a digest of how the sum was made, because two copies of
 if their gradients were added up in the same way.
 """
 
-import re
-from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TypeAlias
 
-from piper.ids import DeviceId, Slot, ValueId
-from piper.ir.dag import Dag, GradientUse, LossKind, Role
+from piper.ids import DeviceId, Slot
+from piper.ir.dag import GradientUse, LossKind, Role
 from piper.ops.accumulate import Accumulate
 from piper.ops.all_reduce import AllReduceBucket
-from piper.ops.base import Instruction, ReduceOp
+from piper.ops.base import CommunicatorId, Instruction, ReduceOp, Rendezvous
 from piper.ops.grad_norm import CombineParts, FinishNorm, MeasureGradients
 from piper.ops.keep import AddKeptGradients, KeepGradients
 from piper.ops.product import Multiply
 from piper.ops.round_masters import StoreRounded
 from piper.ops.update import OptimizerStep
-from piper.plan.roles import Roles
 from piper.verify.deadlock import Place
-from piper.verify.fidelity import delivered_to
-from piper.verify.keeping import Keeping, kept_by, kept_counts
+from piper.verify.keeping import Keeping, kept_by
+from piper.verify.meetings import Columns, Given, Party
 from piper.verify.norms import Norms
+from piper.verify.origins import WEIGHT, Origins
 from piper.verify.symbolic import WHOLE, Total
-from piper.verify.trace import Problem, Subject, describe_value
+from piper.verify.trace import Problem, Subject
 
 CHECK = "contributions"
-
-_WEIGHT = ""
-"""What the sum of loss weights is a sum for; no parameter has this name."""
 
 
 def check_contributions(
@@ -46,131 +39,14 @@ def check_contributions(
         yield Problem(CHECK, text)
 
 
-class _Origins:
-    """The identities of all contributions: a digit per contributing value and device.
-
-    ``full`` says, by parameter and part of its experts (``WHOLE`` where they are not sharded), what all of them are together.
-    """
-
-    def __init__(self, dag: Dag) -> None:
-        self.digits: dict[ValueId, tuple[str, int, tuple[DeviceId, ...]]] = {}
-        self.full: dict[tuple[str, int], int] = {}
-        self._sizes: dict[str, int] = {}
-        self._part: dict[tuple[str, int], int] = {}
-        self._values: dict[str, list[ValueId]] = {}
-        self._starts: dict[str, list[int]] = {}
-        self._indices: dict[tuple[DeviceId, ...], dict[DeviceId, int]] = {}
-        sums: list[tuple[str, Iterable[ValueId]]] = [(_WEIGHT, dag.weights)]
-        sums += dag.contributions.items()
-        for name, values in sums:
-            count = 0
-            self._values[name], self._starts[name] = list(values), []
-            for value in values:
-                devices = delivered_to(dag.nodes[dag.producers[value]])
-                self.digits[value] = (name, count, devices)
-                self._starts[name].append(count)
-                count += len(devices)
-                if devices not in self._indices:
-                    self._indices[devices] = {device: i for i, device in enumerate(devices)}
-            self._sizes[name] = count
-            groups = dag.expert_groups.get(name, ())
-            self._part.update({(name, d): i for group in groups for i, d in enumerate(group)})
-            self.full[name, WHOLE] = int.from_bytes(b"\x01" * count, "little")
-            if groups:
-                self.full.update(self._full_parts(name, count))
-
-    def _full_parts(self, name: str, count: int) -> dict[tuple[str, int], int]:
-        """What all contributions to each part of the experts are together, of *count* contributions to all."""
-        digits: dict[int, bytearray] = {}
-        for digit in range(count):
-            _, device = self._owner(name, digit)
-            digits.setdefault(self.part(name, device), bytearray(count))[digit] = 1
-        return {(name, part): int.from_bytes(ones, "little") for part, ones in digits.items()}
-
-    def part(self, name: str, device: int) -> int:
-        """The part of a parameter's experts that *device* holds."""
-        return self._part.get((name, device), WHOLE)
-
-    def total(self, value: ValueId, device: DeviceId) -> Total:
-        """The sum of one contribution."""
-        name, base, devices = self.digits[value]
-        digit = base + self._indices[devices][device]
-        return Total(name, 1 << (8 * digit), hash((name, digit)), part=self.part(name, device))
-
-    def images(
-        self, total: Total, renamings: Sequence[Callable[[DeviceId], DeviceId]]
-    ) -> list[Total]:
-        """What *total* is on other devices of its role, whose symmetries are *renamings* (of a folded plan)."""
-        counts = total.counts.to_bytes((total.counts.bit_length() + 7) // 8, "little")
-        digits = [(found.start(), counts[found.start()]) for found in _DIGITS.finditer(counts)]
-        owners = [(self._owner(total.name, digit), count) for digit, count in digits]
-        size = self._sizes[total.name]
-        images: list[Total] = []
-        for number, renamed in enumerate(renamings):
-            moved = [
-                (self.digits[value][1] + self._indices[self.digits[value][2]][renamed(device)], n)
-                for (value, device), n in owners
-            ]
-            history = hash((total.history, number))
-            counted = _number(moved, size)
-            part = self.part(total.name, renamed(owners[0][0][1])) if owners else total.part
-            kept = sum(
-                n * kept_by(renamed(device)) for device, n in kept_counts(total.kept).items()
-            )
-            images.append(replace(total, counts=counted, history=history, kept=kept, part=part))
-        return images
-
-    def _owner(self, name: str, digit: int) -> tuple[ValueId, DeviceId]:
-        """The value and the device that a digit stands for."""
-        starts = self._starts[name]
-        index = bisect_right(starts, digit) - 1
-        value = self._values[name][index]
-        return value, self.digits[value][2][digit - starts[index]]
-
-    def difference(self, dag: Dag, total: Total) -> str:
-        """Which contributions *total* lacks or has more than once."""
-        size = self._sizes[total.name]
-        counts = total.counts.to_bytes(max(size, (total.counts.bit_length() + 7) // 8), "little")
-        wrong = [
-            (digit, count)
-            for digit, count in enumerate(counts[:size])
-            if count != 1
-            and (count or self.part(total.name, self._owner(total.name, digit)[1]) == total.part)
-        ]
-        lines: list[str] = []
-        for digit, count in wrong[:8]:
-            value, device = self._owner(total.name, digit)
-            many = "missing" if count == 0 else f"{count} times"
-            lines.append(f"    {many}: {describe_value(dag, value)} from device {device}")
-        return "\n".join(lines + ([f"    … {len(wrong) - 8} more"] if len(wrong) > 8 else []))
-
-
-_DIGITS = re.compile(rb"[^\0]")
-
-
-def _number(digits: Sequence[tuple[int, int]], size: int) -> int:
-    """The integer with these digits, by place, of *size* bytes."""
-    if (
-        len(digits) <= 4
-    ):  # large numbers that are almost all zeros: filling in all of them takes longer
-        return sum(digit << (8 * place) for place, digit in digits)
-    filled = bytearray(size)
-    for place, digit in digits:
-        filled[place] = digit
-    return int.from_bytes(filled, "little")
-
-
-_Columns: TypeAlias = list[list[Total | None]]
-"""The totals that each member of a rendezvous gives, or gets."""
-
-
 class _Symbolic:
     """The symbolic execution."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.origins = _Origins(subject.dag)
+        self.origins = Origins(subject.dag)
         self.totals: list[dict[Slot, Total]] = [{} for _ in subject.traces]
+        self._parties: dict[CommunicatorId, Sequence[Party] | None] = {}
         self.updated: dict[
             str, dict[int, tuple[int, int, tuple[int, int]]]
         ] = {}  # name → device → position, history, part of the experts and slice
@@ -219,7 +95,7 @@ class _Symbolic:
             instruction.totals, instruction.left, instruction.right, strict=True
         ):
             one, two = totals.get(left), totals.get(right)
-            if one is None or two is None or _kind(one) != _kind(two):
+            if one is None or two is None or one.kind != two.kind:
                 yield (
                     f"{self.subject.at(device, i)}: {self.subject.slot(device, left)} and "
                     f"{self.subject.slot(device, right)} are not contributions to one sum"
@@ -236,66 +112,58 @@ class _Symbolic:
         if self.norms.concerned(places):
             yield from self.norms.meet(places)
             return
-        given = self.given(meeting.members, at)
         if meeting.role == "refresh":
             yield from self.refresh(places)
             return
-        if given is None:
+        parties = self.parties(meeting)
+        if parties is None:
             yield f"{self.subject.at(device, first)}: meets devices that no member stands for; plan without folding"
             return
-        if all(total is None for totals in given for total in totals):
+        traces = self.subject.traces
+        totals = {
+            d: [self.totals[d].get(slot) for slot in traces[d].reads[i]] for d, i in at.items()
+        }
+        if all(total is None for mine in totals.values() for total in mine):
             return
-        instruction = self.subject.traces[device].instructions[first]
         kind = _MEETINGS.get(meeting.role)
-        if kind is None or not _is_sum(instruction):
+        if kind is None or not _is_sum(traces[device].instructions[first]):
             yield f"{self.subject.at(device, first)}: does not pass on sums of contributions"
             return
-        results = kind(given)
+        results = kind(Given(self.origins, self.subject.roles, meeting, parties, totals))
         if results is None:
             yield (
                 f"{self.subject.at(device, first)}: the members do not contribute parts of the same "
-                f"sums: {[[t and t.name for t in totals] for totals in given]}"
+                f"sums: {[[t and t.name for t in mine] for mine in totals.values()]}"
             )
             return
         for place, position in places:
-            writes = self.subject.traces[place].writes[position]
-            mine = results[meeting.members.index(place)]
             self.totals[place].update(
-                {s: t for s, t in zip(writes, mine, strict=False) if t is not None}
+                {
+                    slot: total
+                    for slot, total in zip(
+                        traces[place].writes[position], results[place], strict=False
+                    )
+                    if total is not None
+                }
             )
 
-    def given(self, members: Sequence[DeviceId], at: Mapping[int, int]) -> _Columns | None:
-        """The totals that each member of a rendezvous gives: of a device without a program, the images of those of the one that
-        stands for it. ``None`` if that one takes no part. *at* are the positions in the programs.
+    def parties(self, meeting: Rendezvous) -> Sequence[Party] | None:
+        """Who meets on the communicator of *meeting*, in the order of its members; ``None`` if a member without a program is stood for by
+        a device that takes no part.
         """
-        traces, roles = self.subject.traces, self.subject.roles
-        mine = {d: [self.totals[d].get(s) for s in traces[d].reads[i]] for d, i in at.items()}
-        if roles is None or len(at) == len(members):
-            return [mine[member] for member in members]
-        others: dict[int, list[DeviceId]] = {}
-        for member in members:
-            if member not in at:
-                others.setdefault(roles.first(member), []).append(member)
-        if not others.keys() <= mine.keys():
-            return None
-        columns: dict[int, list[Total | None]] = dict(mine)
-        for first, devices in others.items():
-            images = [self._images(total, devices, roles) for total in mine[first]]
-            for number, device in enumerate(devices):
-                columns[device] = [image[number] for image in images]
-        return [columns[member] for member in members]
-
-    def _images(
-        self, total: Total | None, devices: Sequence[DeviceId], roles: Roles
-    ) -> Sequence[Total | None]:
-        if total is None:
-            return [None] * len(devices)
-        renamings = [partial(roles.moved, to=device) for device in devices]
-        images = self.origins.images(total, renamings)
-        if total.shard == WHOLE:
-            return images
-        shards = [self.slice_on(device, total.name) for device in devices]
-        return [replace(image, shard=shard) for image, shard in zip(images, shards, strict=True)]
+        if meeting.communicator not in self._parties:
+            present, roles = self.subject.members(meeting), self.subject.roles
+            standing: dict[DeviceId, list[DeviceId]] = {device: [] for device in present}
+            for member in meeting.members:
+                first = member if roles is None or member in standing else roles.first(member)
+                standing.setdefault(first, []).append(member)
+            complete = len(standing) == len(present)
+            self._parties[meeting.communicator] = (
+                [Party(device, tuple(alike)) for device, alike in standing.items()]
+                if complete
+                else None
+            )
+        return self._parties[meeting.communicator]
 
     def refresh(self, places: Sequence[Place]) -> Iterator[str]:
         """Whole parameters are remade of slices: all of these must have been updated."""
@@ -318,7 +186,7 @@ class _Symbolic:
         assert isinstance(instruction, Multiply)
         weight = totals.get(instruction.left)
         role = subject.plan.devices[device].slots[instruction.right].role
-        if weight is None or weight.name != _WEIGHT or weight.scaled or role is not Role.SCALE:
+        if weight is None or weight.name != WEIGHT or weight.scaled or role is not Role.SCALE:
             yield f"{subject.at(device, i)}: does not multiply the loss weight by the scale of the loss"
             return
         totals[instruction.product] = replace(weight, scaled=True)
@@ -388,10 +256,10 @@ class _Symbolic:
         elif scale is not None:
             weight = found.get(scale)
             if weight is None or (weight.name, weight.counts) != (
-                _WEIGHT,
-                self.origins.full[_WEIGHT, WHOLE],
+                WEIGHT,
+                self.origins.full[WEIGHT, WHOLE],
             ):
-                yield self.wrong(here, device, scale, _WEIGHT, weight)
+                yield self.wrong(here, device, scale, WEIGHT, weight)
             elif weight.scaled != dag.loss_scaled:
                 yield f"{here}: {self.subject.slot(device, scale)} should {'' if dag.loss_scaled else 'not '}contain the scale of the loss"
         adding = self.subject.dag.gradient_use is GradientUse.ADD
@@ -437,12 +305,13 @@ class _Symbolic:
                 for share in (total, *self.elsewhere(device, total)):
                     self.keeping.keep(share)
 
-    def elsewhere(self, device: int, total: Total) -> Iterable[Total]:
+    def elsewhere(self, device: int, total: Total) -> Iterator[Total]:
         """What *total* is on the devices for which *device* stands, if the plan is folded."""
         if (roles := self.subject.roles) is None:
-            return ()
-        others = next((role[1:] for role in roles.roles if role[0] == device), ())
-        return [image for image in self._images(total, others, roles) if image is not None]
+            return
+        for other in next((role[1:] for role in roles.roles if role[0] == device), ()):
+            if (image := self.origins.together(total, (other,), roles)) is not None:
+                yield image
 
     def measure(self, device: int, i: int) -> Iterator[str]:
         """Gradients are measured as they will be used."""
@@ -450,11 +319,6 @@ class _Symbolic:
         assert isinstance(instruction, MeasureGradients)
         yield from self.divided(device, i, instruction.gradients, instruction.scale)
         yield from self.norms.measure(device, i)
-
-    def slice_on(self, device: int, name: str) -> int:
-        """Which slice of a parameter *device* holds; ``WHOLE`` for one that is not sharded."""
-        groups = [g for g in self.subject.dag.shards.get(name, ()) if len(g) > 1]
-        return next((g.index(DeviceId(device)) for g in groups if device in g), WHOLE)
 
     def wrong(self, here: str, device: int, slot: Slot, name: str, total: Total | None) -> str:
         """What is wrong with the sum in *slot*."""
@@ -464,7 +328,7 @@ class _Symbolic:
             return f"{found}, but is no sum of contributions"
         if total.name != name:
             return f"{found}, but is a sum for {total.name or 'the loss weight'!r}"
-        lines = [self.origins.difference(self.subject.dag, total), *self.keeping.difference(total)]
+        lines = [self.origins.difference(total), *self.keeping.difference(total)]
         return f"{found}, but\n" + "\n".join(line for line in lines if line)
 
     def complete(self, total: Total) -> bool:
@@ -476,8 +340,10 @@ class _Symbolic:
         """What all devices keep of each gradient is together all contributions to it."""
         for total in self.keeping.not_kept(self.origins.full):
             which = "" if total.shard == WHOLE else f" slice {total.shard}"
-            difference = self.origins.difference(self.subject.dag, total)
-            yield f"what devices keep of the gradient of {total.name!r}{which} should be all of it together, but\n{difference}"
+            yield (
+                f"what devices keep of the gradient of {total.name!r}{which} should be all of it together, but\n"
+                f"{self.origins.difference(total)}"
+            )
 
     def copies(self) -> Iterator[str]:
         """The gradient of each copy of a parameter that has contributions is used, all in the same way."""
@@ -501,48 +367,28 @@ class _Symbolic:
                 )
 
 
-def _carry(given: _Columns) -> _Columns:
+def _carry(given: Given) -> Columns:
     """A message or a broadcast: all get what the first member has."""
-    return [given[0]] * len(given)
+    carried = given.of_first_member()
+    return {device: carried for device in given.places}
 
 
-def _all_reduce(given: _Columns) -> _Columns | None:
+def _all_reduce(given: Given) -> Columns | None:
     """Every member gets the sums."""
-    sums = _sums(given)
-    return None if sums is None else [sums] * len(given)
+    sums = given.sums()
+    return None if sums is None else {device: sums for device in given.places}
 
 
-def _reduce_scatter(given: _Columns) -> _Columns | None:
+def _reduce_scatter(given: Given) -> Columns | None:
     """Member i gets slice i of the sums."""
-    sums = _sums(given)
+    sums = given.sums()
     if sums is None or any(total is None or total.shard != WHOLE for total in sums):
         return None
     mine = [total for total in sums if total is not None]
-    return [[replace(total, shard=i) for total in mine] for i in range(len(given))]
-
-
-def _sums(given: _Columns) -> list[Total | None] | None:
-    """Sum i is that of the members' i-th inputs; ``None`` if these do not fit together."""
-    results: list[Total | None] = []
-    if len({len(totals) for totals in given}) != 1:
-        return None
-    for column in zip(*given, strict=True):
-        present = [total for total in column if total is not None]
-        if not present:
-            results.append(None)
-            continue
-        if len(present) < len(column) or len({_kind(t) for t in present}) != 1:
-            return None
-        history = hash(tuple(total.history for total in present))
-        counts = sum(total.counts for total in present)
-        kept = sum(total.kept for total in present)
-        results.append(replace(present[0], counts=counts, history=history, kept=kept))
-    return results
-
-
-def _kind(total: Total) -> tuple[tuple[str, int], int, bool]:
-    """What totals that are added must have in common: what they are for, the slice, whether they are divided already."""
-    return total.target, total.shard, total.final
+    return {
+        device: [replace(total, shard=place) for total in mine]
+        for device, place in given.places.items()
+    }
 
 
 def _is_sum(instruction: Instruction) -> bool:
@@ -552,7 +398,7 @@ def _is_sum(instruction: Instruction) -> bool:
     return not instruction.average and instruction.reduce is ReduceOp.SUM
 
 
-_MEETINGS: Mapping[str, Callable[[_Columns], _Columns | None]] = {
+_MEETINGS: Mapping[str, Callable[[Given], Columns | None]] = {
     "send": _carry,
     "receive": _carry,
     "all_reduce": _all_reduce,

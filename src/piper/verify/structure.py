@@ -15,7 +15,7 @@ from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.model import CommunicatorInfo, DevicePlan, Plan
 from piper.plan.roles import Roles, find_roles
-from piper.verify.aliases import find_aliases
+from piper.verify.aliases import find_aliases, find_views
 from piper.verify.trace import Messages, Problem, Subject, Trace, node_label
 
 CHECK = "structure"
@@ -33,6 +33,7 @@ def check_structure(plan: Plan) -> tuple[Subject, list[Problem]]:
         return Subject(plan, (), messages), problems
     problems += (Problem(CHECK, text) for text in _communicators(plan))
     traces = []
+    views = find_views(plan.dag.bodies)
     for device in plan.devices:
         problems += (Problem(CHECK, text) for text in _slots(plan, device, messages))
         trace = Trace(
@@ -43,7 +44,7 @@ def check_structure(plan: Plan) -> tuple[Subject, list[Problem]]:
         )
         _unfold(trace)
         problems += (Problem(CHECK, text) for text in _instructions(plan, trace, communicators))
-        find_aliases(trace, plan.dag.bodies)
+        find_aliases(trace, views)
         traces.append(trace)
     return Subject(plan, tuple(traces), messages, roles), problems
 

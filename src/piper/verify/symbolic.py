@@ -13,15 +13,24 @@ class Total:
     slice of it is meant (``WHOLE``: all of it). ``kept``: how often what each device kept from earlier steps is in it, eight bits per
     device. ``scaled``: of a loss's weight, that it is multiplied by the scale of the loss. ``part``: which part of the experts it is for, if
     these are sharded.
+
+    The multiset is the integer ``counts``, with eight bits per contribution. Of it are stored the ``digits`` from number ``start`` on, all before
+    being zero: most sums are of one microbatch, of very many.
     """
 
     name: str
-    counts: int
+    digits: int
     history: int
     shard: int = WHOLE
     kept: int = 0
     scaled: bool = False
     part: int = WHOLE
+    start: int = 0
+
+    @property
+    def counts(self) -> int:
+        """How often each contribution is in it."""
+        return self.digits << (8 * self.start)
 
     @property
     def target(self) -> tuple[str, int]:
@@ -33,17 +42,25 @@ class Total:
         """Whether it contains what was kept, and so is divided already."""
         return self.kept != 0
 
+    @property
+    def kind(self) -> tuple[tuple[str, int], int, bool]:
+        """What totals that are added must have in common: what they are for, the slice, whether they are divided already."""
+        return self.target, self.shard, self.final
+
     def plus(self, other: "Total") -> "Total":
         """The sum of two; addition of two numbers commutes bitwise."""
         one, two = sorted((self.history, other.history))
-        return Total(
-            self.name,
-            self.counts + other.counts,
-            hash((one, two)),
-            self.shard,
-            self.kept + other.kept,
-            part=self.part,
-        )
+        return together((self, other), hash((one, two)))
+
+
+def together(totals: Sequence[Total], history: int) -> Total:
+    """The sum of *totals*, which are of one kind; *history* says how it was made."""
+    first = totals[0]
+    start = min(total.start for total in totals)
+    digits = sum(total.digits << (8 * (total.start - start)) for total in totals)
+    scaled = all(total.scaled for total in totals)
+    kept = sum(total.kept for total in totals)
+    return Total(first.name, digits, history, first.shard, kept, scaled, first.part, start)
 
 
 @dataclass(frozen=True, slots=True)

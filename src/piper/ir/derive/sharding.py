@@ -55,7 +55,7 @@ def shard_groups(
     devices that hold the same experts if experts are sharded.
     """
     lists = _lists(replication, devices)
-    copies = builder.copies(name, devices)
+    copies = map(frozenset, builder.copies(name, devices))
     return tuple(
         mine for same in copies for inner in lists if (mine := tuple(d for d in inner if d in same))
     )
