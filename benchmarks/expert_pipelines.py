@@ -23,12 +23,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
+from statistics import median
 
 import msgspec
 import torch
 import torch.distributed as dist
 from benchmarks.experts import (
+    Bounds,
+    Found,
     add_sizes,
     alone,
     check_link,
@@ -70,15 +73,6 @@ class Told(msgspec.Struct, frozen=True):
     sizes: Sizes
     variants: tuple[str, ...]
     trace: bool = False
-
-
-class Found(msgspec.Struct, frozen=True):
-    """As in ``experts``."""
-
-    seconds: dict[str, list[float]]
-    errors: dict[str, float]
-    message: float
-    foreign: float
 
 
 def strategy(variant: str, ranks: int, microbatches: int) -> list[Directive]:
@@ -125,7 +119,7 @@ def work(rank: int, told: Told) -> None:
     if ranks == 1:
         variants["compute"] = Trained("compute", rank, 1, link, sizes, store, alone(sizes))
     busy, began, own = busy_seconds(), time.perf_counter(), time.process_time()
-    seconds = rounds_of(variants, told.rounds)
+    rounds = rounds_of(variants, told.rounds)
     elapsed = time.perf_counter() - began
     mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
     dist.all_reduce(mine)
@@ -137,7 +131,7 @@ def work(rank: int, told: Told) -> None:
             if rank == 0:
                 print(f"{name}: " + "\n".join(lines), file=sys.stderr, flush=True)
     if rank == 0:
-        found = Found(seconds, errors, message, foreign)
+        found = Found(rounds, errors, message, foreign)
         print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -167,24 +161,28 @@ def report(told: Told, found: Found) -> None:
         print(f"{where} workers share cores, and so hide what others wait for: figures say little")
     elif ranks == 1 and (problem := check_link(told.link, found.message)):
         print(f"{where} {problem}")
-    seconds = found.seconds
+    seconds, busy = found.rounds.seconds, found.rounds.busy
     for name, taken in seconds.items():
         error = f"; gradients off by {found.errors[name]:.1e}" if name in found.errors else ""
-        print(f"{where} {name:27} {spread(taken)} ms per step{error}")
+        print(
+            f"{where} {name:27} {spread(taken)} ms per step, processor {median(busy[name]) * 1e3:6.0f} ms per worker{error}"
+        )
     for ours, theirs, goal in comparisons(seconds):
         minima, middle = compared(seconds[ours], seconds[theirs])
         print(
             f"{where} {ours} / {theirs}: ratio of minima {minima:.3f}, median of in-round ratios {middle:.3f}{goal}"
         )
-    least = {name: min(taken) for name, taken in seconds.items()}
-    slow, bounds = "dualpipev in turn", ("compute", "communication")
-    if all(name in least for name in (slow, "dualpipev", *bounds)):
-        bound = max(least[name] for name in bounds)
-        hidden = (least[slow] - least["dualpipev"]) / (least[slow] - bound)
-        print(f"{where} dualpipev hides {hidden:.0%} of what could be hidden", flush=True)
+    if {"compute", "communication"} <= seconds.keys():
+        bounds = Bounds(found.rounds)
+        for quick, slow in (("dualpipev", "dualpipev in turn"), ("dualpipev", "1f1b")):
+            if quick in seconds and slow in seconds:
+                print(
+                    f"{where} {quick} beside {slow}: {bounds.hidden(seconds[slow], seconds[quick])}",
+                    flush=True,
+                )
 
 
-def comparisons(names: Sequence[str] | dict[str, list[float]]) -> list[tuple[str, str, str]]:
+def comparisons(names: Collection[str]) -> list[tuple[str, str, str]]:
     """What is compared with what, and a goal in words."""
     wanted = [
         ("dualpipev", "1f1b", f" (goal {GOAL} at 1 Gbit/s)"),
@@ -203,10 +201,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="after two of warm-up")
     parser.add_argument("--links", default="loopback,1gbit", help="loopback, or a rate of tc")
     parser.add_argument("--variants", default=",".join(VARIANTS))
+    # On two cores two workers, which are one rank.
     default = min(2, max(1, (os.cpu_count() or 1) // SHARING))
     parser.add_argument("--ranks", type=int, default=default, help="of the pipeline")
     parser.add_argument("--trace", action="store_true", help="the longest waits of a step")
-    add_sizes(parser, Sizes(layers=2 * default))
+    add_sizes(parser, Sizes(layers=2 * default, rows=8, microbatches=8))
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("told", nargs="?", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -90,12 +90,36 @@ class ExchangeExperts(BucketCollective, frozen=True, kw_only=True):
         local = list(self.sizes)
         local[self.expert_dim] = experts // count
         part = tuple(local)
-        dims = (self.token_dim, self.expert_dim) if self.back else (self.expert_dim, self.token_dim)
-        flat = device.split_parts(tensor, part if self.back else self.sizes, dims[0], count)
+        cut, joined = self.dims
+        sizes = part if self.back else self.sizes
         share = message.numel // count
-        out = device.empty(message.numel, message.dtype)
-        handle = communicator.all_to_all(out, flat, (share,) * count, (share,) * count)
-        return handle, lambda: (device.join_parts(out, part, dims[1], count, message.shape),)
+        equal = [share] * count
+        if joined == 0:
+            # What arrives is the result as it lies.
+            flat = device.split_parts(tensor, sizes, cut, count)
+            out = device.empty(message.numel, message.dtype)
+            handle = communicator.all_to_all(out, flat, equal, equal)
+            return handle, lambda: device.unflatten(out, (message.shape,))
+        # A member's own part goes no way: it is joined from where it was packed.
+        me = communicator.rank
+        equal[me] = 0
+        packed = device.split_parts(tensor, sizes, cut, count, last=me)
+        flat, own = device.unflatten(packed, (((count - 1) * share,), (share,)))
+        out = device.empty((count - 1) * share, message.dtype)
+        handle = communicator.all_to_all(out, flat, equal, equal)
+
+        def collect() -> Sequence[Tensor]:
+            arrived = list(device.unflatten(out, ((share,),) * (count - 1)))
+            arrived.insert(me, own)
+            return (device.join_parts(arrived, part, joined, message.shape),)
+
+        return handle, collect
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The dimensions along which a tensor is cut into parts and along which those that arrive are joined."""
+        both = self.expert_dim, self.token_dim
+        return both[::-1] if self.back else both
 
 
 @instruction
