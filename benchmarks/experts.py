@@ -1,60 +1,57 @@
 """Expert parallelism over a slow link: two workers share the experts of a mixture-of-experts decoder.
 
 Is the all-to-all of one microbatch hidden behind the compute of another? The same training step in two processes, one thread each, each
-pinned to its own core, in alternating rounds: with the microbatches *in turn* (an ``Order``: nothing overlaps), and *interleaved* (no order:
-the planner's choice). Beside them the bounds: *compute* alone (one worker's share of the work, no communication) and *communication*
-alone (the same messages, one after the other). First over the loopback device, where communication is processor time and cannot be hidden, then over
-links between two network namespaces (needs root; skipped with a message otherwise).
+pinned to its own core, in alternating rounds, with the microbatches
 
-Printed per link: how many times as fast as in turn interleaved is (ratio of minima, median of the ratios within a round), and how
-much of what could be hidden is: ``(in turn - interleaved) / (in turn - max(compute, communication))``.
+* *in turn* (an ``Order``: nothing overlaps),
+* *interleaved* (no order: the planner's choice),
+* in *pairs*: two microbatches in one overlap group, their forwards, then their backwards,
+* *F with B*: the forward of one in one group with the backward of the one before;
+* *ZeRO-2*, interleaved: the gradients of what is not an expert are reduced for each microbatch; all-to-alls and reductions have streams of
+  their own, or *one stream*, so that who waits for the one waits for what was issued before of the other.
+
+Beside them the bounds: *compute* alone (one worker's share of the work, no communication) and *communication* alone (the plan's
+all-to-alls, one after the other; *gloo's own*: by its collective). First over the loopback device, where communication is
+processor time and cannot be hidden, then over links between two network namespaces (needs root; skipped with a message otherwise).
+``expert_pipelines`` does the same for DualPipeV.
+
+Losses and gradients of every variant's first step are compared with one process before anything is timed. Printed per link: how many times
+as fast as in turn each is (ratio of minima, median of the ratios within a round), and how much of what could be hidden is:
+``(in turn - variant) / (in turn - max(compute, communication))``; the second figure adds the processor time of communication to
+``compute``, as it is spent on the same core. ``--trace`` prints the longest waits of one step.
 """
 
 import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import msgspec
 import torch
 import torch.distributed as dist
-from benchmarks.links import Link, free_port, open_link
-from benchmarks.processes import OneOf, join, launch, pinned
-from benchmarks.support import compared, machine, spread
-from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import PrefixStore
+from benchmarks.links import CHECKED, Link, bytes_per_second, exchange, free_port, open_link
+from benchmarks.mixtures import (
+    SHARING,
+    Messages,
+    Sizes,
+    Step,
+    Trained,
+    check_all,
+    one_process,
+)
+from benchmarks.processes import join, launch, pinned
+from benchmarks.support import busy_seconds, compared, machine, spread
+from benchmarks.traces import trace
 
 import piper
-from piper.api.programs import Programs, model_tensors
-from piper.backends.inprocess import InProcessBackend
 from piper.directives.base import Directive
-from piper.models import MoE, MoEConfig, moe_loss
-from piper.ops.all_reduce import AllReduceBucket
-from piper.ops.all_to_all import ExchangeExperts
-from piper.plan.model import Plan
-from piper.runtime.batch import Batch
-from piper.runtime.optimizer import OptimizerSpec
 
-WORKERS = 2
 WARM_UP = 2
-
-
-class Sizes(msgspec.Struct, frozen=True):
-    """Model and batch: ``rows`` sequences of ``length`` tokens in each of ``microbatches`` microbatches of a worker."""
-
-    width: int = 256
-    layers: int = 2
-    experts: int = 8
-    expert_width: int = 256
-    rows: int = 16
-    length: int = 128
-    microbatches: int = 4
-
-    @property
-    def message(self) -> int:
-        """Bytes of one all-to-all on one worker: two choices per token, float32."""
-        return 2 * self.rows * self.length * self.width * 4
+PAIR = 2
+SLOW = "in turn"
+GOAL, HIDDEN = 1.4, 0.8
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -64,163 +61,219 @@ class Told(msgspec.Struct, frozen=True):
     port: int
     rounds: int
     sizes: Sizes
+    variants: tuple[str, ...]
+    trace: bool = False
 
 
-def build_model(sizes: Sizes) -> MoE:
-    torch.manual_seed(0)
-    return MoE(
-        MoEConfig(
-            width=sizes.width,
-            num_layers=sizes.layers,
-            num_experts=sizes.experts,
-            expert_width=sizes.expert_width,
-            capacity_factor=1.0,
-        )
-    )
+class Rounds(msgspec.Struct, frozen=True):
+    """By variant and round: seconds, and processor seconds per worker. These are the whole machine's, since the kernel's part of sending is
+    nobody's.
+    """
+
+    seconds: dict[str, list[float]]
+    busy: dict[str, list[float]]
 
 
-def build_optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3)
+class Found(msgspec.Struct, frozen=True):
+    """What was measured; errors of gradients; seconds of a checking message; cores that others kept busy."""
 
-
-def batch_of(sizes: Sizes, workers: int) -> Batch:
-    rows = workers * sizes.microbatches * sizes.rows
-    ids = torch.randint(
-        0, 256, (rows, sizes.length + 1), generator=torch.Generator().manual_seed(0)
-    )
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    rounds: Rounds
+    errors: dict[str, float]
+    message: float
+    foreign: float
 
 
 def in_turn(microbatches: int) -> piper.Order:
     """Each microbatch to its end before the next begins."""
-    steps = [[{"MB": m, "PASS": pass_}] for m in range(microbatches) for pass_ in "FB"]
-    return piper.Order(steps)
+    return piper.Order([[{"MB": m, "PASS": p}] for m in range(microbatches) for p in "FB"])
 
 
-def strategy(sizes: Sizes, *orders: Directive) -> list[Directive]:
+def pairs(microbatches: int) -> piper.Order:
+    """Two microbatches at a time."""
+    first = range(0, microbatches, PAIR)
+    return piper.Order(
+        [
+            [{"MB": m, "PASS": p} for m in range(i, min(i + PAIR, microbatches))]
+            for i in first
+            for p in "FB"
+        ]
+    )
+
+
+def forward_with_backward(microbatches: int) -> piper.Order:
+    """The forward of each microbatch with the backward of the one before."""
+    middle = [[{"MB": m, "PASS": "F"}, {"MB": m - 1, "PASS": "B"}] for m in range(1, microbatches)]
+    last = microbatches - 1
+    return piper.Order([[{"MB": 0, "PASS": "F"}], *middle, [{"MB": last, "PASS": "B"}]])
+
+
+ORDERS: Mapping[str, Callable[[int], piper.Order] | None] = {
+    SLOW: in_turn,
+    "interleaved": None,
+    "pairs": pairs,
+    "F with B": forward_with_backward,
+    "ZeRO-2": None,
+    "ZeRO-2 one stream": None,
+}
+
+
+def strategy(variant: str, sizes: Sizes) -> list[Directive]:
+    """Everything on both workers."""
+    order = ORDERS[variant]
+    one = variant.endswith("one stream")
+    replicate = (
+        piper.Replicate({}, shard_grads=True, reduce_stream="network" if one else "reduce")
+        if variant.startswith("ZeRO-2")
+        else piper.Replicate({})
+    )
     return [
-        piper.Place({}, devices=list(range(WORKERS))),
-        piper.Replicate({}),
-        piper.Shard({"EP": "*"}),
+        piper.Place({}, devices=list(range(SHARING))),
+        replicate,
+        piper.Shard({"EP": "*"}, stream="network" if one else None),
         piper.Split({}, num_microbatches=sizes.microbatches),
-        *orders,
+        *([] if order is None else [order(sizes.microbatches)]),
     ]
 
 
-def shared(
-    rank: int, told: Told, store: Store, *orders: Directive
-) -> tuple[Callable[[], None], Plan]:
-    """A step of both workers."""
-    model, batch = build_model(told.sizes), batch_of(told.sizes, WORKERS)
-    program = Programs(model, moe_loss, strategy(told.sizes, *orders)).training(batch)
-    # Two plans, each with communicators of its own, though of the same names.
-    backend = OneOf(
-        rank, WORKERS, PrefixStore(f"{len(orders)} orders", store), told.link.addresses[rank]
-    )
-    backend.start(WORKERS)
-    backend.load("train", program.plan, program.signature, program.constants)
-    backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
-    return lambda: _step(backend, batch), program.plan
-
-
-def alone(told: Told) -> Callable[[], None]:
-    """One worker's share of the work without communication."""
-    model, batch = build_model(told.sizes), batch_of(told.sizes, 1)
-    split = piper.Split({}, num_microbatches=told.sizes.microbatches)
-    program = Programs(model, moe_loss, [split]).training(batch)
-    backend = InProcessBackend(threads=1)
-    backend.start(1)
-    backend.load("train", program.plan, program.signature, program.constants)
-    backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
-    return lambda: _step(backend, batch)
-
-
-def _step(backend: OneOf | InProcessBackend, batch: Batch) -> None:
-    backend.run("train", [batch], first_step=0)
-
-
-def messages_of(plan: Plan) -> Callable[[], None]:
-    """The plan's collectives, one after the other."""
-    moves: list[Callable[[], object]] = []
-    for instruction in plan.devices[0].instructions:
-        if not isinstance(instruction, (ExchangeExperts, AllReduceBucket)):
-            continue
-        flat = torch.zeros(sum(message.numel for message in instruction.messages))
-        if isinstance(instruction, AllReduceBucket):
-            moves.append(lambda flat=flat: dist.all_reduce(flat))
-        else:
-            out = torch.empty_like(flat)
-            moves.append(lambda flat=flat, out=out: dist.all_to_all_single(out, flat))
-
-    def run() -> None:
-        for move in moves:
-            move()
-
-    return run
+def alone(sizes: Sizes) -> list[Directive]:
+    """One worker's share of the work."""
+    return [
+        piper.Place({}, [0]),
+        piper.Split({}, num_microbatches=sizes.microbatches),
+        in_turn(sizes.microbatches),
+    ]
 
 
 def work(rank: int, told: Told) -> None:
-    """One process. Rank 0 prints the seconds of each round, by variant, as JSON."""
+    """One process. Rank 0 prints what it found as JSON."""
     pinned(rank)
-    store = join(rank, WORKERS, told.link, told.port)
-    first, plan = shared(rank, told, store, in_turn(told.sizes.microbatches))
-    second, _ = shared(rank, told, store)
-    variants = {
-        "in turn": first,
-        "interleaved": second,
-        "compute": alone(told),
-        "communication": messages_of(plan),
+    store = join(rank, SHARING, told.link, told.port)
+    message = min(exchange(rank, CHECKED) for _ in range(3))
+    link, sizes = told.link, told.sizes
+    shared = {
+        name: Trained(name, rank, SHARING, link, sizes, store, strategy(name, sizes))
+        for name in told.variants
     }
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(WARM_UP + told.rounds):
-        for name, run in variants.items():
+    errors = check_all({name: run.first for name, run in shared.items()}, one_process(sizes))
+    plan = next(iter(shared.values())).plan
+    variants: dict[str, Step] = {
+        **shared,
+        "compute": Trained("compute", rank, 1, link, sizes, store, alone(sizes)),
+        "communication": Messages("communication", rank, link, plan, store),
+        "gloo's own": Messages("plain", rank, link, plan, store, plain=True),
+    }
+    busy, began, own = busy_seconds(), time.perf_counter(), time.process_time()
+    rounds = rounds_of(variants, told.rounds)
+    elapsed = time.perf_counter() - began
+    mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
+    dist.all_reduce(mine)
+    foreign = (busy_seconds() - busy - mine.item()) / elapsed
+    if told.trace:
+        for name, run in shared.items():
             dist.barrier()
-            began = time.perf_counter()
-            run()
-            dist.barrier()
-            if turn >= WARM_UP:
-                seconds[name].append(time.perf_counter() - began)
+            lines = trace(run.backend.worker, run.plan, run)
+            if rank == 0:
+                print(f"{name}: " + "\n".join(lines), file=sys.stderr, flush=True)
     if rank == 0:
-        print(msgspec.json.encode(seconds).decode(), flush=True)
+        found = Found(rounds, errors, message, foreign)
+        print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(told: Told) -> dict[str, list[float]]:
-    """Run both processes and wait for them."""
-    text = msgspec.json.encode(told).decode()
-    lines = launch("benchmarks.experts", text, told.link.prefixes, timeout=900.0)
-    return msgspec.json.decode(lines[-1], type=dict[str, list[float]])
+def rounds_of(variants: Mapping[str, Step], rounds: int) -> Rounds:
+    """Run *variants* in alternating rounds, of which :data:`WARM_UP` do not count; each from when all processes begin until all are done."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    busy: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(WARM_UP + rounds):
+        for name, run in variants.items():
+            dist.barrier()
+            began, used = time.perf_counter(), busy_seconds()
+            run()
+            dist.barrier()
+            if turn >= WARM_UP:
+                seconds[name].append(time.perf_counter() - began)
+                busy[name].append((busy_seconds() - used) / dist.get_world_size())
+    return Rounds(seconds, busy)
 
 
-def report(told: Told, seconds: dict[str, list[float]]) -> None:
-    """A line per variant, and the comparison."""
-    link, sizes = told.link.name, told.sizes
-    print(
-        f"experts {link:9} {sizes.layers} layers of width {sizes.width}, {sizes.microbatches} microbatches of "
-        f"{sizes.rows}×{sizes.length} tokens, {sizes.message / 2**20:.1f} MiB per all-to-all and worker"
+class Bounds:
+    """How long a step takes at least: the longer of computation and communication; and if what the processor does for communication
+    delays computation on the same core.
+    """
+
+    def __init__(self, found: Rounds) -> None:
+        compute = min(found.seconds["compute"])
+        self._communication = min(found.seconds["communication"])
+        self.handling = median(found.busy["communication"])
+        self.ideal = max(compute, self._communication)
+        self.on_one_core = max(compute + self.handling, self._communication)
+
+    def hidden(self, slow: Sequence[float], quick: Sequence[float]) -> str:
+        """How much of what could be hidden in *slow* is in *quick*, by either bound."""
+        gained = min(slow) - min(quick)
+        ideal, less = (gained / (min(slow) - b) for b in (self.ideal, self.on_one_core))
+        return f"hidden {ideal:.0%} ({less:.0%} of what leaves the processor free)"
+
+
+def check_link(told: Link, message: float) -> str:
+    """What is wrong with the link, if anything."""
+    if told.name == "loopback":
+        return ""
+    expected = CHECKED / bytes_per_second(told.name)
+    if 0.97 * expected < message < 1.1 * expected:
+        return ""
+    return (
+        f"the link is not what it should be: {CHECKED >> 20} MiB took {message * 1e3:.1f} ms, expected {expected * 1e3:.1f} and up to "
+        "10 % more; the figures below say little"
     )
+
+
+def report(told: Told, found: Found) -> None:
+    """A line per variant, and the comparisons."""
+    where = f"experts {told.link.name:9}"
+    print(
+        f"{where} {told.sizes}; {told.rounds} rounds; a message of {CHECKED >> 20} MiB takes {found.message * 1e3:.1f} ms; "
+        f"foreign load {found.foreign:.2f} cores"
+    )
+    if problem := check_link(told.link, found.message):
+        print(f"{where} {problem}")
+    seconds, busy, bounds = found.rounds.seconds, found.rounds.busy, Bounds(found.rounds)
     for name, taken in seconds.items():
-        print(f"experts {link:9} {name:13} {spread(taken)} ms per step")
-    minima, middle = compared(seconds["interleaved"], seconds["in turn"])
-    least = {name: min(taken) for name, taken in seconds.items()}
-    bound = max(least["compute"], least["communication"])
-    hidden = (least["in turn"] - least["interleaved"]) / (least["in turn"] - bound)
-    print(
-        f"experts {link:9} interleaved / in turn: ratio of minima {minima:.3f}, median of in-round ratios {middle:.3f} "
-        f"(goal 1.4 at 1 Gbit/s); of what could be hidden {hidden:.0%} is (goal 80 %)",
-        flush=True,
-    )
+        line = f"{where} {name:18} {spread(taken)} ms per step, processor {median(busy[name]) * 1e3:6.0f} ms per worker"
+        if name in ORDERS and name != SLOW and SLOW in seconds:
+            minima, middle = compared(taken, seconds[SLOW])
+            line += f"; {minima:.3f} times as fast as in turn (median of in-round ratios {middle:.3f}), {bounds.hidden(seconds[SLOW], taken)}"
+        if name in found.errors:
+            line += f"; gradients off by {found.errors[name]:.1e}"
+        print(line, flush=True)
+    one, own = seconds.get("ZeRO-2 one stream"), seconds.get("ZeRO-2")
+    if one and own:
+        minima, middle = compared(own, one)
+        print(
+            f"{where} streams of their own / one stream: ratio of minima {minima:.3f}, median of in-round ratios {middle:.3f}"
+        )
+    print(f"{where} goals at 1 Gbit/s: {GOAL} times as fast, {HIDDEN:.0%} hidden", flush=True)
+
+
+def add_sizes(parser: argparse.ArgumentParser, sizes: Sizes) -> None:
+    """Options for the sizes that may be chosen."""
+    for name in msgspec.structs.asdict(sizes):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(sizes, name))
+
+
+def chosen_sizes(options: argparse.Namespace) -> Sizes:
+    """The sizes that *options* say."""
+    return Sizes(**{name: getattr(options, name) for name in msgspec.structs.asdict(Sizes())})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="All-to-all hidden behind compute.")
-    parser.add_argument("--rounds", type=int, default=10, help="after two of warm-up")
+    parser.add_argument("--rounds", type=int, default=8, help="after two of warm-up")
     parser.add_argument("--links", default="loopback,1gbit", help="loopback, or a rate of tc")
-    parser.add_argument("--width", type=int, default=Sizes().width)
-    parser.add_argument("--expert-width", type=int, default=Sizes().expert_width)
-    parser.add_argument("--rows", type=int, default=Sizes().rows)
-    parser.add_argument("--microbatches", type=int, default=Sizes().microbatches)
+    parser.add_argument("--variants", default=",".join(ORDERS))
+    parser.add_argument("--trace", action="store_true", help="the longest waits of a step")
+    add_sizes(parser, Sizes())
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("told", nargs="?", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -230,17 +283,18 @@ def main() -> None:
     # Unwind on termination too: no namespace and no process is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(machine())
-    sizes = Sizes(
-        width=options.width,
-        expert_width=options.expert_width,
-        rows=options.rows,
-        microbatches=options.microbatches,
-    )
+    names = tuple(options.variants.split(","))
+    if unknown := [name for name in names if name not in ORDERS]:
+        parser.error(f"unknown variant {unknown[0]!r}; choose from {', '.join(ORDERS)}")
     for name in options.links.split(","):
         try:
             with open_link(name) as link:
-                told = Told(link, free_port(), options.rounds, sizes)
-                report(told, measure(told))
+                told = Told(
+                    link, free_port(), options.rounds, chosen_sizes(options), names, options.trace
+                )
+                text = msgspec.json.encode(told).decode()
+                lines = launch("benchmarks.experts", text, link.prefixes, timeout=900.0)
+                report(told, msgspec.json.decode(lines[-1], type=Found))
         except PermissionError as error:
             print(f"experts {name}: skipped: {error}")
 

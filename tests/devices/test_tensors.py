@@ -28,13 +28,22 @@ def test_each_member_gets_its_experts_tokens_and_gives_them_back(sizes, expert_d
         for i, n in enumerate(shape)
     )
     sent = [DEVICE.split_parts(x, sizes, expert_dim, count) for x in given]
-    held = [DEVICE.join_parts(x, part, token_dim, count, inside) for x in exchanged(sent)]
+    held = [DEVICE.join_parts(x.chunk(count), part, token_dim, inside) for x in exchanged(sent)]
     for me, found in enumerate(held):
         parts = [x.view(shape).chunk(count, expert_dim)[me] for x in given]
         assert torch.equal(found, torch.cat(parts, token_dim))
     back = [DEVICE.split_parts(x, part, token_dim, count) for x in held]
     for x, flat in zip(given, exchanged(back), strict=True):
-        assert torch.equal(DEVICE.join_parts(flat, part, expert_dim, count, x.shape), x)
+        assert torch.equal(DEVICE.join_parts(flat.chunk(count), part, expert_dim, x.shape), x)
+
+
+def test_one_of_the_parts_may_come_last():
+    x = torch.arange(12).view(3, 4)
+    parts = x.chunk(3)
+    for last in range(3):
+        others = [part for i, part in enumerate(parts) if i != last]
+        expected = torch.cat([*others, parts[last]]).view(-1)
+        assert torch.equal(DEVICE.split_parts(x, (3, 4), 0, 3, last), expected)
 
 
 @pytest.mark.parametrize("received", [[[2, 0, 1], [1, 3, 0]], [[0, 0], [0, 0]], [[0], [4]]])

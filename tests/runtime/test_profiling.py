@@ -1,8 +1,19 @@
 import pytest
 import torch
 
-from piper import apply, capture, plan, simulate, strategies
+from piper import (
+    Place,
+    Replicate,
+    Shard,
+    Split,
+    apply,
+    capture,
+    plan,
+    simulate,
+    strategies,
+)
 from piper.devices.links import LARGE, SMALL, LinkTimes
+from piper.models import MoE, MoEConfig, moe_loss
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
 from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.profiling import Replay, measure_profile
@@ -36,3 +47,29 @@ def test_every_chunk_of_a_plan_is_measured(zero):
     assert {round(b.seconds - profile.launch, 9) for b in boxes} <= {
         round(seconds, 9) for seconds in profile.chunks.values()
     }
+
+
+@pytest.mark.parametrize("shard_grads", [False, True])
+@pytest.mark.parametrize("capacity_factor", [1.0, None])
+def test_a_device_that_holds_a_part_of_the_experts_is_measured(capacity_factor, shard_grads):
+    config = MoEConfig(
+        width=16,
+        num_layers=1,
+        num_experts=4,
+        expert_width=16,
+        capacity_factor=capacity_factor,
+    )
+    batch = torch.zeros(8, 8, dtype=torch.int64), torch.zeros(8, 8, dtype=torch.int64)
+    shared = [
+        Place({}, [0, 1]),
+        Replicate({}, shard_grads=shard_grads),
+        Shard({"EP": 0}),
+        Split({}, num_microbatches=2),
+    ]
+    planned = plan(apply(capture(MoE(config), moe_loss, batch), shared))
+    profile = measure_profile(
+        planned, OptimizerSpec(lambda p: torch.optim.AdamW(p, lr=1e-3)), LINKS, repeats=1
+    )
+    bodies = {i.body for i in planned.devices[0].instructions if i.op == "compute"}
+    assert len(profile.chunks) == len(bodies)
+    assert all(seconds > 0 for seconds in profile.chunks.values())

@@ -213,9 +213,6 @@ class _Group(Protocol):
     def broadcast(
         self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
     ) -> dist.Work: ...
-    def alltoall_base(
-        self, out: torch.Tensor, flat: torch.Tensor, out_splits: list[int], in_splits: list[int]
-    ) -> dist.Work: ...
 
 
 def _connect(name: str, rank: int, size: int, store: Store, host: str, timeout: float) -> _Group:
@@ -338,13 +335,15 @@ class GlooCommunicator:
 
     def all_to_all(
         self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
-    ) -> _Work:
-        """Exchange parts, as bytes."""
+    ) -> "_Works":
+        """Exchange parts, as bytes: every member sends the others theirs. Members that expect parts of other sizes never meet."""
         size = as_torch(flat).element_size()
-        target, source = _bytes(as_torch(out)), _bytes(as_torch(flat))
-        wanted, given = [n * size for n in out_splits], [n * size for n in in_splits]
-        work = self._start(lambda: self._group.alltoall_base(target, source, wanted, given))
-        return _Work(work, self._what("all_to_all"), (target, source))
+        target = torch.split(_bytes(as_torch(out)), [n * size for n in out_splits])
+        source = torch.split(_bytes(as_torch(flat)), [n * size for n in in_splits])
+        target[self.rank].copy_(source[self.rank])
+        given = {peer: source[peer] for peer in self._peers()}
+        wanted = {peer: target[peer] for peer in self._peers()}
+        return self._exchange("all_to_all", given, wanted, (target, source))
 
     def broadcast(self, flat: Tensor, root: int) -> _Work:
         """Copy the root's tensor, as bytes."""

@@ -52,18 +52,28 @@ class TensorOperations:
         ]
 
     def split_parts(
-        self, tensor: Tensor, sizes: tuple[int, ...], dim: int, count: int
+        self,
+        tensor: Tensor,
+        sizes: tuple[int, ...],
+        dim: int,
+        count: int,
+        last: int | None = None,
     ) -> torch.Tensor:
         """See :class:`~piper.ops.base.Device`."""
-        parts = as_torch(tensor).reshape(sizes).chunk(count, dim)
-        return torch.cat([part.reshape(-1) for part in parts])
+        parts = list(as_torch(tensor).reshape(sizes).chunk(count, dim))
+        if last is not None:
+            parts.append(parts.pop(last))
+        flat = parts[0].new_empty(sum(part.numel() for part in parts))
+        for part, place in zip(parts, flat.chunk(count), strict=True):
+            # One copy, though a part need not be contiguous.
+            place.view(part.shape).copy_(part)
+        return flat
 
     def join_parts(
-        self, flat: Tensor, sizes: tuple[int, ...], dim: int, count: int, shape: tuple[int, ...]
+        self, parts: Sequence[Tensor], sizes: tuple[int, ...], dim: int, shape: tuple[int, ...]
     ) -> torch.Tensor:
         """See :class:`~piper.ops.base.Device`."""
-        parts = [part.reshape(sizes) for part in as_torch(flat).chunk(count)]
-        return torch.cat(parts, dim).reshape(shape)
+        return torch.cat([as_torch(part).view(sizes) for part in parts], dim).reshape(shape)
 
     def sum_rows(self, tensor: Tensor) -> torch.Tensor:
         """See :class:`~piper.ops.base.Device`."""

@@ -156,18 +156,46 @@ class ExchangeExperts(_ExchangeInstruction, frozen=True, kw_only=True):
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
     ) -> tuple[Handle, Collect]:
+        if self.ends is not None:
+            return self._start_between(device, communicator, tensors)
+        (tensor,), (message,) = tensors, self.messages
+        cut, joined = self.dims
+        count, part = len(self.members), self._part
+        sizes = part if self.back else self.sizes
+        share = message.numel // count
+        equal = [share] * count
+        if joined == 0:
+            # What arrives is the result as it lies.
+            flat = device.split_parts(tensor, sizes, cut, count)
+            out = device.empty(message.numel, message.dtype)
+            handle = communicator.all_to_all(out, flat, equal, equal)
+            return handle, lambda: device.unflatten(out, (message.shape,))
+        # A member's own part goes no way: it is joined from where it was packed.
+        me = communicator.rank
+        equal[me] = 0
+        packed = device.split_parts(tensor, sizes, cut, count, last=me)
+        flat, own = device.unflatten(packed, (((count - 1) * share,), (share,)))
+        out = device.empty((count - 1) * share, message.dtype)
+        handle = communicator.all_to_all(out, flat, equal, equal)
+
+        def collect() -> Sequence[Tensor]:
+            arrived = list(device.unflatten(out, ((share,),) * (count - 1)))
+            arrived.insert(me, own)
+            return (device.join_parts(arrived, part, joined, message.shape),)
+
+        return handle, collect
+
+    def _start_between(
+        self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
+    ) -> tuple[Handle, Collect]:
+        """Where some members only hold experts, or only have tokens."""
         (message,) = self.messages
-        holders, sources = len(self.holders), len(self.sources)
-        local = list(self.sizes)
-        local[self.expert_dim] //= holders
-        part = tuple(local)
-        cut, join = self.expert_dim, self.token_dim
-        receivers, senders = holders, sources
+        cut, joined = self.dims
+        receivers, senders = len(self.holders), len(self.sources)
         if self.back:
-            cut, join, receivers, senders = join, cut, senders, receivers
-        share = message.numel // senders
-        received = message.numel if self.outputs else 0
-        out = device.empty(received, message.dtype)
+            receivers, senders = senders, receivers
+        share, part = message.numel // senders, self._part
+        out = device.empty(message.numel if self.outputs else 0, message.dtype)
         flat = device.empty(0, message.dtype)
         if tensors:
             sizes = part if self.back else self.sizes
@@ -177,7 +205,25 @@ class ExchangeExperts(_ExchangeInstruction, frozen=True, kw_only=True):
         handle = self.swap(communicator, out, flat, taken, given)
         if not self.outputs:
             return handle, tuple
-        return handle, lambda: (device.join_parts(out, part, join, senders, message.shape),)
+
+        def collect() -> Sequence[Tensor]:
+            arrived = device.unflatten(out, ((share,),) * senders)
+            return (device.join_parts(arrived, part, joined, message.shape),)
+
+        return handle, collect
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The dimensions along which a tensor is cut into parts and along which those that arrive are joined."""
+        both = self.expert_dim, self.token_dim
+        return both[::-1] if self.back else both
+
+    @property
+    def _part(self) -> tuple[int, ...]:
+        """The sizes of what one holder has of one source."""
+        local = list(self.sizes)
+        local[self.expert_dim] //= len(self.holders)
+        return tuple(local)
 
 
 @instruction

@@ -153,15 +153,22 @@ class Device(Protocol):
     ) -> Sequence[Tensor]:
         """The inverse of :meth:`pack_shards`: tensors of the given shapes, views of *flat* where possible."""
 
-    def split_parts(self, tensor: Tensor, sizes: tuple[int, ...], dim: int, count: int) -> Tensor:
+    def split_parts(
+        self,
+        tensor: Tensor,
+        sizes: tuple[int, ...],
+        dim: int,
+        count: int,
+        last: int | None = None,
+    ) -> Tensor:
         """A new flat tensor: *tensor*, reshaped to *sizes* (-1: what is left), cut into *count* equal parts along *dim*, one part after
-        the other.
+        the other; part number *last*, if given, comes last.
         """
 
     def join_parts(
-        self, flat: Tensor, sizes: tuple[int, ...], dim: int, count: int, shape: tuple[int, ...]
+        self, parts: Sequence[Tensor], sizes: tuple[int, ...], dim: int, shape: tuple[int, ...]
     ) -> Tensor:
-        """*count* parts of *sizes* (-1: what is left) that lie in *flat* one after the other, joined along *dim*, reshaped to *shape*."""
+        """A new tensor: flat *parts*, each of *sizes* (-1: what is left), joined along *dim*, reshaped to *shape*."""
 
     def sum_rows(self, tensor: Tensor) -> Tensor:
         """A new tensor: the sum over the first dimension."""

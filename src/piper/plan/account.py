@@ -329,7 +329,9 @@ class _Walk:
                 return _Flight((_Storage(mine * len(members)), part), fills)
             case ExchangeExperts() | ExchangeCounts() | ExchangeRows() if instruction.ends:
                 return self._exchange(instruction, *self._exchanged(instruction))
-            case ExchangeExperts(messages=messages) | ExchangeCounts(messages=messages):
+            case ExchangeExperts():
+                return self._exchange_experts(instruction)
+            case ExchangeCounts(messages=messages):
                 return self._exchange(instruction, messages[0].nbytes, messages[0].nbytes)
             case ExchangeRows(messages=messages):
                 # How many rows are sent and received depends on the data: at most as many as the larger side has room for.
@@ -349,6 +351,14 @@ class _Walk:
             pair = copies.setdefault(id(storage), (storage, _Storage(storage.nbytes)))
             self._fill(target, pair[1])
         return tuple(storage for storage, _ in copies.values())
+
+    def _exchange_experts(self, instruction: ExchangeExperts) -> _Flight:
+        """A copy of what is sent; what is received, which is the result, or is put together with the device's own part of the copy."""
+        nbytes, count = instruction.messages[0].nbytes, len(instruction.members)
+        (slot,), (_, joined) = instruction.outputs, instruction.dims
+        sent, result = _Storage(nbytes), _Storage(nbytes)
+        received = result if joined == 0 else _Storage(nbytes // count * (count - 1))
+        return _Flight((sent, received), ((slot, result),))
 
     def _exchanged(
         self, instruction: ExchangeExperts | ExchangeCounts | ExchangeRows

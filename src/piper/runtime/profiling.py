@@ -98,6 +98,7 @@ class Replay:
         dag, slots = self.plan.dag, self.mine.slots
         names = {i.name for i in slots if i.role in (Role.PARAMETER, Role.SHARD)}
         buffers = {i.name for i in slots if i.role is Role.BUFFER}
+        parts = {i.name: i.experts for i in slots if i.experts is not None}
         return ModelState(
             {n: _random(dag.parameters[n].spec, self.plan.bindings) for n in sorted(names)},
             {n: _random(dag.buffers[n].spec, self.plan.bindings) for n in sorted(buffers)},
@@ -105,8 +106,13 @@ class Replay:
             # Groups name parameters of the whole model; how long an update takes does not depend on them.
             OptimizerSpec(build=optimizer.build) if names else None,
             device,
-            {i.name: Slice(*i.shard) for i in slots if i.shard is not None},
+            {
+                i.name: Slice(*i.shard, experts=i.experts or (0, 1))
+                for i in slots
+                if i.shard is not None
+            },
             {i.name for i in slots if i.role is Role.PARAMETER},
+            experts=parts,
         )
 
     def _communicators(self) -> dict[CommunicatorId, Communicator]:
