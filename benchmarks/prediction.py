@@ -1,12 +1,13 @@
 """Predicted against measured step time: how good is ``piper simulate --profile``?
 
-Two processes, each pinned to a core, as under Ray: pipelines under several schedules and data parallelism at several ZeRO levels, over
-the loopback device and over a limited link. In every round both processes run their devices' programs by themselves and time messages between
-them, then every configuration runs. The least of all rounds goes into the profile, from which the step times are predicted,
-and is what these are compared with; the median of the rounds beside it says how noisy the machine is.
+Two processes, each pinned to a core, as under Ray: pipelines under several schedules, data parallelism at several ZeRO levels, and expert
+parallelism (with a capacity and dropless, microbatches in turn and interleaved), over the loopback device and over a limited link. In every round both
+processes run their devices' programs by themselves and time messages and collectives between them, then every configuration runs. The quickest run of
+each program goes into the profile, from which the step times are predicted, and the least of the rounds is what these are compared with.
+Beside it stands how noisy that is: what the median of the rounds is above it, and how much the least of the even and of the odd rounds differ.
 
-Printed at the end: the errors, how many pairs of configurations are ranked as measured, what choosing by prediction costs against
-the best, and how many events per second the simulator handles.
+Printed at the end: the errors, the configurations in the predicted and in the measured order, how many pairs of them are ranked as measured, what choosing
+by prediction costs against the best, and how many events per second the simulator handles.
 """
 
 import argparse
@@ -14,32 +15,41 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from statistics import median
 
 import msgspec
 import torch
 import torch.distributed as dist
+from benchmarks.experts import in_turn
 from benchmarks.links import Link, free_port, open_link
 from benchmarks.pipelines import CONFIG, build_optimizer
 from benchmarks.processes import OneOf, join, launch, pinned
-from benchmarks.support import machine
+from benchmarks.support import busy_seconds, machine
 
+import piper
 from piper import strategies
 from piper.api.programs import Program, Programs, model_tensors
+from piper.devices.collectives import CollectiveTimes, measure_collectives
 from piper.devices.gloo import GlooCommunicator
 from piper.devices.links import LinkTimes, answer_link, measure_link
+from piper.directives.base import Directive
 from piper.ids import DeviceId
+from piper.models import MoE, MoEConfig, moe_loss
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
-from piper.plan.profile import Profile
-from piper.runtime.profiling import Measured, Replay
+from piper.ops.compute import Compute
+from piper.plan.profile import Profile, chunk_key
+from piper.plan.topology import Contention
+from piper.runtime.batch import Batch
+from piper.runtime.profiling import Measured, Network, Replay
 from piper.runtime.state import OptimizerSpec
 from piper.simulate import simulate
 
-ROWS = 16
+ROWS = 8
 WARM_UP = 2
 LINK_ROUNDS = 5
+KINDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 RANKS = 2
 
 
@@ -57,15 +67,19 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One configuration."""
+    """One configuration: a pipeline, data parallelism at level ``zero``, or shared ``experts`` (``capacity`` or ``dropless``)."""
 
     schedule: str
     microbatches: int
     virtual: int = 1
     zero: int | None = None
+    experts: str = ""
 
     @property
     def name(self) -> str:
+        if self.experts:
+            level = f" zero={self.zero}" if self.zero else ""
+            return f"ep {self.experts} {self.schedule}{level} M={self.microbatches}"
         if self.zero is not None:
             return f"dp zero={self.zero} M={self.microbatches}"
         return f"{self.schedule} M={self.microbatches}" + (
@@ -76,24 +90,62 @@ class Case(msgspec.Struct, frozen=True):
     def groups(self) -> list[list[int]]:
         return [[0, 1]] if self.zero is not None else [[0], [1]]
 
+    def strategy(self) -> list[Directive]:
+        if not self.experts:
+            return strategies.pipeline(
+                self.schedule,
+                self.groups,
+                self.microbatches,
+                num_virtual_stages=self.virtual,
+                zero=self.zero or 0,
+            )
+        order = [in_turn(self.microbatches)] if self.schedule == "in turn" else []
+        level = {"shard_optimizer": self.zero == 1, "shard_params": self.zero == 3}
+        return [
+            piper.Place({}, devices=[0, 1]),
+            piper.Replicate({}, **level),
+            piper.Shard({"EP": "*"}),
+            piper.Split({}, num_microbatches=self.microbatches),
+            *order,
+        ]
+
 
 CASES = [
-    *(Case(s, m) for s in ("gpipe", "1f1b") for m in (2, 4, 8)),
+    *(Case(s, m) for s in ("gpipe", "1f1b") for m in (2, 4)),
     *(Case(s, m, virtual=2) for s in ("interleaved_1f1b", "looped_bfs") for m in (2, 4)),
-    *(Case("gpipe", m, zero=0) for m in (1, 2)),
-    *(Case("gpipe", 2, zero=z) for z in (1, 2, 3)),
+    Case("zbv", 4, virtual=2),
+    *(Case("gpipe", 2, zero=z) for z in (0, 1, 2, 3)),
+    *(
+        Case(order, 2, zero=0, experts=e)
+        for e in ("capacity", "dropless")
+        for order in ("in turn", "interleaved")
+    ),
+    Case("in turn", 2, zero=1, experts="capacity"),
+    Case("in turn", 2, zero=3, experts="capacity"),
 ]
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was measured: seconds per step of each case in each round, and the profile."""
+    """What was measured: seconds per step of each case in each round, the profile, and how many cores others kept busy meanwhile."""
 
     seconds: dict[str, list[float]]
     profile: Profile
+    foreign: float
 
 
-def program_of(case: Case, setup: Setup) -> tuple[Program, Transformer]:
+def program_of(case: Case, setup: Setup) -> tuple[Program, torch.nn.Module]:
     torch.manual_seed(0)
+    if case.experts:
+        experts = MoE(
+            MoEConfig(
+                width=setup.width,
+                num_layers=setup.layers // 2,
+                num_heads=setup.heads,
+                expert_width=setup.width,
+                capacity_factor=1.0 if case.experts == "capacity" else None,
+            )
+        )
+        return Programs(experts, moe_loss, case.strategy()).training(batch(setup)), experts
     model = Transformer(
         TransformerConfig(
             context=setup.seq_len,
@@ -103,14 +155,7 @@ def program_of(case: Case, setup: Setup) -> tuple[Program, Transformer]:
             num_stages=len(case.groups) * case.virtual,
         )
     )
-    strategy = strategies.pipeline(
-        case.schedule,
-        case.groups,
-        case.microbatches,
-        num_virtual_stages=case.virtual,
-        zero=case.zero or 0,
-    )
-    return Programs(model, transformer_loss, strategy).training(batch(setup)), model
+    return Programs(model, transformer_loss, case.strategy()).training(batch(setup)), model
 
 
 def batch(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,13 +179,16 @@ def work(rank: int, setup: Setup) -> None:
         backend.load("train", program.plan, program.signature, program.constants)
         backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
     measured = Measured()
-    spec = OptimizerSpec(build_optimizer)
-    replays = [Replay(p.plan, everyone[rank], spec) for p, _ in made.values()]
-    links: list[LinkTimes] = []
-    seconds: dict[str, list[float]] = {name: [] for name in made}
     data = batch(setup)
+    replays = different([p for p, _ in made.values()], everyone[rank], data)
+    links: list[LinkTimes] = []
+    collectives: list[CollectiveTimes] = []
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    busy, own, started = 0.0, 0.0, 0.0
     for turn in range(WARM_UP + setup.rounds):
         dist.barrier()
+        if turn == WARM_UP:
+            busy, own, started = busy_seconds(), time.process_time(), time.perf_counter()
         for replay in replays:
             measured.add(replay)
         dist.barrier()
@@ -148,6 +196,7 @@ def work(rank: int, setup: Setup) -> None:
             links.append(measure_link(pair, LINK_ROUNDS))
         else:
             answer_link(pair, LINK_ROUNDS)
+        collectives.append(measure_collectives(pair, KINDS, rounds=1))
         for name, backend in backends.items():
             dist.barrier()
             began = time.perf_counter()
@@ -155,20 +204,56 @@ def work(rank: int, setup: Setup) -> None:
             dist.barrier()
             if turn >= WARM_UP:
                 seconds[name].append((time.perf_counter() - began) / setup.steps)
-    others: list[dict[str, float]] = [{}, {}]
-    dist.all_gather_object(others, measured.chunks)
+    others: list[object] = [None, None]
+    spent = time.process_time() - own
+    profile = measured.profile(network(links, collectives))
+    dist.all_gather_object(others, (profile.chunks, spent))
     if rank == 0:
-        best = LinkTimes(_least([x.issue for x in links]), _least([x.travel for x in links]))
-        profile = measured.profile(best)
+        both: list[tuple[dict[str, float], float]] = others  # type: ignore[assignment]
+        foreign = busy_seconds() - busy - sum(processor for _, processor in both)
         # Rank 1 knows the chunks of its own stages.
-        profile = msgspec.structs.replace(profile, chunks=others[1] | others[0])
-        print(msgspec.json.encode(Found(seconds, profile)).decode(), flush=True)
+        profile = msgspec.structs.replace(profile, chunks=both[1][0] | both[0][0])
+        found = Found(seconds, profile, foreign / (time.perf_counter() - started))
+        print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _least(times: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    return {size: min(t[size] for t in times) for size in times[0]}
+def different(programs: Sequence[Program], device: DeviceId, data: Batch) -> list[Replay]:
+    """Programs of *device* that have something to tell that none before has."""
+    known: set[object] = set()
+    found: list[Replay] = []
+    for program in programs:
+        plan = program.plan
+        instructions = plan.devices[device].instructions
+        tells: set[object] = {i.op for i in instructions if i.reads() or i.writes()}
+        tells |= {chunk_key(i.body, plan.bindings) for i in instructions if isinstance(i, Compute)}
+        if not tells <= known:
+            found.append(Replay(plan, device, OptimizerSpec(build_optimizer), data))
+            known |= tells
+    return found
+
+
+def network(links: Sequence[LinkTimes], collectives: Sequence[CollectiveTimes]) -> Network:
+    """The quickest of all rounds; of contention, which is ratios, the median."""
+    contentions = [c.contention for c in collectives if c.contention is not None]
+    return Network(
+        quickest(links),
+        {kind: {RANKS: quickest([c.kinds[kind] for c in collectives])} for kind in KINDS},
+        Contention(median(c.work for c in contentions), median(c.traffic for c in contentions)),
+    )
+
+
+def quickest(times: Sequence[LinkTimes]) -> LinkTimes:
+    """By size, the times of the quickest."""
+    best = {
+        size: min(times, key=lambda t, size=size: t.issue[size] + t.travel[size])  # type: ignore[misc]
+        for size in times[0].issue
+    }
+    return LinkTimes(
+        {size: of.issue[size] for size, of in best.items()},
+        {size: of.travel[size] for size, of in best.items()},
+    )
 
 
 def measure(setup: Setup) -> Found:
@@ -180,24 +265,24 @@ def measure(setup: Setup) -> Found:
 
 def report(setup: Setup, found: Found) -> None:
     """A line per case, and the summary."""
-    link, profile = setup.link.name, found.profile
-    print(
-        f"prediction {link:9} message {profile.latency * 1e6:.0f} µs + {profile.bandwidth / 1e6:.1f} MB/s; {len(profile.chunks)} chunks"
-    )
+    link = setup.link.name
+    describe(link, found)
     predicted: dict[str, float] = {}
     measured = {name: min(taken) for name, taken in found.seconds.items()}
     took, boxes = 0.0, 0
     for case in CASES:
         plan = program_of(case, setup)[0].plan
         began = time.process_time()
-        line = simulate(plan, profile)
+        line = simulate(plan, found.profile)
         took += time.process_time() - began
         boxes += sum(len(mine.instructions) for mine in plan.devices)
         predicted[case.name] = line.seconds
-        least, middle = measured[case.name], median(found.seconds[case.name])
+        taken, least = found.seconds[case.name], measured[case.name]
+        halves = min(taken[::2]), min(taken[1::2])
         print(
-            f"prediction {link:9} {case.name:24} predicted {line.seconds * 1e3:8.1f} ms, measured min {least * 1e3:8.1f} "
-            f"median {middle * 1e3:8.1f} ms; error {line.seconds / least - 1:+6.1%} (median of rounds {middle / least - 1:+.1%})"
+            f"prediction {link:9} {case.name:30} predicted {line.seconds * 1e3:8.1f} ms, measured min {least * 1e3:8.1f} ms; "
+            f"error {line.seconds / least - 1:+6.1%} (of the measurement: even against odd rounds {max(halves) / min(halves) - 1:.1%}, "
+            f"median of rounds {median(taken) / least - 1:+.1%})"
         )
     errors = [abs(predicted[name] / measured[name] - 1) for name in measured]
     pairs = list(combinations(measured, 2))
@@ -205,6 +290,10 @@ def report(setup: Setup, found: Found) -> None:
     right = sum((predicted[a] < predicted[b]) == (measured[a] < measured[b]) for a, b in apart)
     chosen = min(predicted, key=predicted.__getitem__)
     regret = measured[chosen] / min(measured.values()) - 1
+    for what, of in (("predicted", predicted), ("measured", measured)):
+        print(
+            f"prediction {link:9} {what}, quickest first: {', '.join(sorted(of, key=of.__getitem__))}"
+        )
     print(
         f"prediction {link:9} {len(errors)} configurations: |error| median {median(errors):.1%}, worst {max(errors):.1%}; "
         f"{right} of {len(apart)} pairs that differ by more than 3% are ranked as measured; the one predicted quickest is {regret:.1%} slower than the "
@@ -213,9 +302,29 @@ def report(setup: Setup, found: Found) -> None:
     )
 
 
+def describe(link: str, found: Found) -> None:
+    """What the profile says, apart from chunks."""
+    profile, contention = found.profile, found.profile.contention
+    print(
+        f"prediction {link:9} {len(profile.chunks)} chunks; foreign load {found.foreign:.2f} cores"
+    )
+    exchanges = {"message": profile.messages}
+    exchanges |= {kind: of[RANKS] for kind, of in profile.collectives.items()}
+    for kind, of in exchanges.items():
+        issue, link_of = of.issue, of.link
+        print(
+            f"prediction {link:9} {kind:15} issued in {issue.fixed * 1e6:.0f} µs + {issue.per_byte * 1e9:.3f} ns/byte, "
+            f"there after {link_of.latency * 1e6:.0f} µs + {1e9 / link_of.bandwidth:.3f} ns/byte"
+        )
+    if contention is not None:
+        print(
+            f"prediction {link:9} both at once: work at {contention.work:.2f}, traffic at {contention.traffic:.2f} of the speed alone"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=8, help="after two of warm-up")
+    parser.add_argument("--rounds", type=int, default=20, help="after two of warm-up")
     parser.add_argument(
         "--steps", type=int, default=1, help="training steps per round and configuration"
     )
