@@ -15,9 +15,12 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from statistics import median
+from tempfile import NamedTemporaryFile
+from typing import cast
 
 import msgspec
 import torch
@@ -30,18 +33,21 @@ from benchmarks.support import busy_seconds, machine
 
 import piper
 from piper import strategies
-from piper.api.programs import Program, Programs, model_tensors
+from piper.api.programs import model_tensors
+from piper.capture import Captured, capture_with_constants
 from piper.devices.collectives import CollectiveTimes, measure_collectives
 from piper.devices.gloo import GlooCommunicator
-from piper.devices.links import LinkTimes, answer_link, measure_link
+from piper.devices.links import LARGE, SMALL, LinkTimes, answer_link, measure_link
 from piper.directives.base import Directive
 from piper.ids import DeviceId
 from piper.models import MoE, MoEConfig, moe_loss
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
 from piper.ops.compute import Compute
-from piper.plan.profile import Profile, chunk_key
+from piper.plan.codec import decode_plan, encode_plan
+from piper.plan.model import Plan
+from piper.plan.profile import Profile, Rate, chunk_key
 from piper.plan.topology import Contention
-from piper.runtime.batch import Batch
+from piper.runtime.batch import Batch, signature
 from piper.runtime.profiling import Measured, Network, Replay
 from piper.runtime.state import OptimizerSpec
 from piper.simulate import simulate
@@ -51,6 +57,10 @@ WARM_UP = 2
 LINK_ROUNDS = 5
 KINDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 RANKS = 2
+
+
+NO_LINK = LinkTimes({SMALL: 0.0, LARGE: 0.0}, {SMALL: 0.0, LARGE: 0.0})
+NOTHING = Network(NO_LINK)
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -64,6 +74,8 @@ class Setup(msgspec.Struct, frozen=True):
     width: int
     layers: int
     heads: int
+    programs: str
+    """A file of what :func:`make_programs` makes."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -133,10 +145,10 @@ class Found(msgspec.Struct, frozen=True):
     foreign: float
 
 
-def program_of(case: Case, setup: Setup) -> tuple[Program, torch.nn.Module]:
+def model_of(case: Case, setup: Setup) -> torch.nn.Module:
     torch.manual_seed(0)
     if case.experts:
-        experts = MoE(
+        return MoE(
             MoEConfig(
                 width=setup.width,
                 num_layers=setup.layers // 2,
@@ -145,8 +157,7 @@ def program_of(case: Case, setup: Setup) -> tuple[Program, torch.nn.Module]:
                 capacity_factor=1.0 if case.experts == "capacity" else None,
             )
         )
-        return Programs(experts, moe_loss, case.strategy()).training(batch(setup)), experts
-    model = Transformer(
+    return Transformer(
         TransformerConfig(
             context=setup.seq_len,
             width=setup.width,
@@ -155,7 +166,32 @@ def program_of(case: Case, setup: Setup) -> tuple[Program, torch.nn.Module]:
             num_stages=len(case.groups) * case.virtual,
         )
     )
-    return Programs(model, transformer_loss, case.strategy()).training(batch(setup)), model
+
+
+class Program(msgspec.Struct, frozen=True):
+    """A plan as files, and the values of its constant buffers."""
+
+    files: Mapping[str, bytes]
+    constants: Mapping[str, torch.Tensor]
+
+    @property
+    def plan(self) -> Plan:
+        return decode_plan(self.files)
+
+
+def make_programs(setup: Setup) -> dict[str, Program]:
+    """The programs of all cases by name; each model is captured once."""
+    captured: dict[object, Captured] = {}
+    found: dict[str, Program] = {}
+    for case in CASES:
+        key = (case.experts, len(case.groups) * case.virtual)
+        if key not in captured:
+            loss = moe_loss if case.experts else transformer_loss
+            captured[key] = capture_with_constants(model_of(case, setup), loss, batch(setup))
+        planned = piper.plan(piper.apply(captured[key].dag, case.strategy()))
+        piper.verify(planned)
+        found[case.name] = Program(encode_plan(planned), captured[key].constants)
+    return found
 
 
 def batch(setup: Setup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,19 +207,22 @@ def work(rank: int, setup: Setup) -> None:
     store = join(rank, RANKS, setup.link, setup.port)
     everyone = (DeviceId(0), DeviceId(1))
     pair = GlooCommunicator("links", everyone, everyone[rank], store, host=host[rank])
-    made = {case.name: program_of(case, setup) for case in CASES}
+    data = batch(setup)
+    programs: dict[str, Program] = torch.load(setup.programs, weights_only=False)
+    plans = {name: program.plan for name, program in programs.items()}
     backends: dict[str, OneOf] = {}
-    for name, (program, model) in made.items():
+    for case in CASES:
+        name = case.name
         backend = backends[name] = OneOf(rank, RANKS, dist.PrefixStore(name, store), host[rank])
         backend.start(RANKS)
-        backend.load("train", program.plan, program.signature, program.constants)
-        backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
+        backend.load("train", plans[name], signature(data), programs[name].constants)
+        weights = model_tensors(model_of(case, setup))
+        backend.initialise("train", weights, OptimizerSpec(build_optimizer))
     measured = Measured()
-    data = batch(setup)
-    replays = different([p for p, _ in made.values()], everyone[rank], data)
+    replays = different(list(plans.values()), everyone[rank], data)
     links: list[LinkTimes] = []
     collectives: list[CollectiveTimes] = []
-    seconds: dict[str, list[float]] = {name: [] for name in made}
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
     busy, own, started = 0.0, 0.0, 0.0
     for turn in range(WARM_UP + setup.rounds):
         dist.barrier()
@@ -204,27 +243,37 @@ def work(rank: int, setup: Setup) -> None:
             dist.barrier()
             if turn >= WARM_UP:
                 seconds[name].append((time.perf_counter() - began) / setup.steps)
-    others: list[object] = [None, None]
     spent = time.process_time() - own
-    profile = measured.profile(network(links, collectives))
-    dist.all_gather_object(others, (profile.chunks, spent))
+    # Rank 1 knows the chunks of its own stages, and times links only as an answer.
+    mine = measured.profile(network(links, collectives)) if rank == 0 else measured.profile(NOTHING)
+    others: list[object] = [None, None]
+    dist.all_gather_object(others, (mine, spent))
     if rank == 0:
-        both: list[tuple[dict[str, float], float]] = others  # type: ignore[assignment]
-        foreign = busy_seconds() - busy - sum(processor for _, processor in both)
-        # Rank 1 knows the chunks of its own stages.
-        profile = msgspec.structs.replace(profile, chunks=both[1][0] | both[0][0])
+        (_, first), (theirs, second) = cast("list[tuple[Profile, float]]", others)
+        foreign = busy_seconds() - busy - first - second
+        profile = msgspec.structs.replace(
+            mine, chunks=theirs.chunks | mine.chunks, rates=means(theirs.rates, mine.rates)
+        )
         found = Found(seconds, profile, foreign / (time.perf_counter() - started))
         print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def different(programs: Sequence[Program], device: DeviceId, data: Batch) -> list[Replay]:
+def means(one: Mapping[str, Rate], two: Mapping[str, Rate]) -> dict[str, Rate]:
+    """By name, the mean of what both ranks measured, or what one did; what stands for the rest is that of *two*."""
+    both = {
+        op: Rate((one[op].fixed + two[op].fixed) / 2, (one[op].per_byte + two[op].per_byte) / 2)
+        for op in one.keys() & two.keys() - {"*"}
+    }
+    return {**one, **two, **both}
+
+
+def different(plans: Sequence[Plan], device: DeviceId, data: Batch) -> list[Replay]:
     """Programs of *device* that have something to tell that none before has."""
     known: set[object] = set()
     found: list[Replay] = []
-    for program in programs:
-        plan = program.plan
+    for plan in plans:
         instructions = plan.devices[device].instructions
         tells: set[object] = {i.op for i in instructions if i.reads() or i.writes()}
         tells |= {chunk_key(i.body, plan.bindings) for i in instructions if isinstance(i, Compute)}
@@ -263,15 +312,14 @@ def measure(setup: Setup) -> Found:
     return msgspec.json.decode(lines[-1], type=Found)
 
 
-def report(setup: Setup, found: Found) -> None:
+def report(link: str, programs: Mapping[str, Program], found: Found) -> None:
     """A line per case, and the summary."""
-    link = setup.link.name
     describe(link, found)
     predicted: dict[str, float] = {}
     measured = {name: min(taken) for name, taken in found.seconds.items()}
     took, boxes = 0.0, 0
     for case in CASES:
-        plan = program_of(case, setup)[0].plan
+        plan = programs[case.name].plan
         began = time.process_time()
         line = simulate(plan, found.profile)
         took += time.process_time() - began
@@ -330,6 +378,7 @@ def main() -> None:
     )
     parser.add_argument("--links", default="loopback,500mbit", help="loopback, or a rate of tc")
     parser.add_argument("--width", type=int, default=0, help="default: the example's")
+    parser.add_argument("--save", default="", help="write what was measured to SAVE-LINK.json")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("setup", nargs="?", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -338,16 +387,24 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(machine())
-    for name in options.links.split(","):
-        try:
-            with open_link(name) as link:
-                setup = make_setup(link, options)
-                report(setup, measure(setup))
-        except PermissionError as error:
-            print(f"prediction {name}: skipped: {error}")
+    with NamedTemporaryFile() as file:
+        programs: dict[str, Program] = {}
+        for name in options.links.split(","):
+            try:
+                with open_link(name) as link:
+                    setup = make_setup(link, file.name, options)
+                    if not programs:
+                        programs = make_programs(setup)
+                        torch.save(programs, file.name)
+                    found = measure(setup)
+                if options.save:
+                    Path(f"{options.save}-{name}.json").write_bytes(msgspec.json.encode(found))
+                report(name, programs, found)
+            except PermissionError as error:
+                print(f"prediction {name}: skipped: {error}")
 
 
-def make_setup(link: Link, options: argparse.Namespace) -> Setup:
+def make_setup(link: Link, programs: str, options: argparse.Namespace) -> Setup:
     """The example's model and sequence length."""
     config = tomllib.loads(CONFIG.read_text())
     return Setup(
@@ -359,6 +416,7 @@ def make_setup(link: Link, options: argparse.Namespace) -> Setup:
         width=options.width or config["model"]["width"],
         layers=config["model"]["num_layers"],
         heads=config["model"]["num_heads"],
+        programs=programs,
     )
 
 

