@@ -1,7 +1,7 @@
 import pytest
 
-from piper.devices.collectives import KINDS, between_processes, between_threads
-from piper.devices.links import LARGE, SMALL
+from piper.devices.collectives import KINDS, LARGE, between_processes, between_threads
+from piper.devices.links import SMALL
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from mmap import mmap
 from statistics import median
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from piper.devices.gloo import GlooCommunicator
-from piper.devices.links import HOST, LARGE, SMALL, LinkTimes
+from piper.devices.links import HOST, SMALL, LinkTimes
 from piper.devices.memory import Hub
 from piper.errors import RunError
 from piper.ids import DeviceId
@@ -27,6 +28,9 @@ from piper.plan.topology import Contention
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 """What can be measured."""
+
+LARGE = 8 * 1024 * 1024
+"""Bytes of the longer ones; the shorter ones have as few as the shorter messages."""
 
 ROUNDS = 12
 _IN_A_ROW = 3
@@ -196,6 +200,11 @@ def _meeting(communicator: Communicator) -> Callable[[], None]:
     return lambda: communicator.all_reduce(nothing).wait()
 
 
+def _new(numel: int) -> torch.Tensor:
+    """Memory that the system has to make first, as it has to in training for what arrives: much was freed since the last time."""
+    return torch.frombuffer(mmap(-1, 4 * numel), dtype=torch.float32)
+
+
 def _all_reduce(communicator: Communicator, nbytes: int) -> Start:
     flat = torch.zeros(nbytes // 4)
     return lambda: communicator.all_reduce(flat)
@@ -203,22 +212,21 @@ def _all_reduce(communicator: Communicator, nbytes: int) -> Start:
 
 def _all_gather(communicator: Communicator, nbytes: int) -> Start:
     shard = torch.zeros(max(1, nbytes // 4 // communicator.size))
-    out = torch.zeros(shard.numel() * communicator.size)
-    return lambda: communicator.all_gather(out, shard)
+    numel = shard.numel() * communicator.size
+    return lambda: communicator.all_gather(_new(numel), shard)
 
 
 def _reduce_scatter(communicator: Communicator, nbytes: int) -> Start:
-    out = torch.zeros(nbytes // 4)
-    flat = torch.zeros(out.numel() * communicator.size)
-    return lambda: communicator.reduce_scatter(out, flat)
+    numel = nbytes // 4
+    flat = torch.zeros(numel * communicator.size)
+    return lambda: communicator.reduce_scatter(_new(numel), flat)
 
 
 def _all_to_all(communicator: Communicator, nbytes: int) -> Start:
     part = max(1, nbytes // 4 // communicator.size)
     splits = (part,) * communicator.size
     flat = torch.zeros(sum(splits))
-    out = torch.zeros_like(flat)
-    return lambda: communicator.all_to_all(out, flat, splits, splits)
+    return lambda: communicator.all_to_all(_new(sum(splits)), flat, splits, splits)
 
 
 def _broadcast(communicator: Communicator, nbytes: int) -> Start:

@@ -18,6 +18,9 @@ from piper.plan.work import BodyWork, body_work
 
 COPIES = frozenset({"send", "post_receive"})
 
+ADDED = "added"
+"""What an ``Accumulate`` is called for :meth:`Costs.local` if chunks do all of it: see :mod:`piper.plan.added`."""
+
 
 class Costs(Protocol):
     """Durations in seconds (:class:`UnitCosts`: in forwards).

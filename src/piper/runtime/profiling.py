@@ -7,20 +7,22 @@ machine only ever adds, and the quickest of each instruction by itself would mak
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from piper.devices.alone import AloneCommunicator, Imagining, example
 from piper.devices.cpu import CpuDevice
-from piper.devices.links import LARGE, SMALL, LinkTimes
+from piper.devices.links import LinkTimes
 from piper.devices.tensors import torch_dtype
 from piper.ids import DeviceId
 from piper.ir.body import TensorSpec
 from piper.ir.dag import BatchLeaf, Role
 from piper.ops.base import Communicator, CommunicatorId, Handle, Instruction
 from piper.ops.compute import Compute
+from piper.plan.added import wholly_added
+from piper.plan.costs import ADDED
 from piper.plan.model import Plan
 from piper.plan.profile import VERSION, Exchange, Profile, Rate, chunk_key
 from piper.plan.topology import Contention
@@ -175,6 +177,16 @@ class Replay:
         self._context.take()
         return self._stopwatch.taken()
 
+    def other_work(self) -> Iterator[tuple[int, Instruction]]:
+        """What takes time beside chunks, with its position: not what chunks do on the way, nor copies to and from the host, which only begin."""
+        instructions = self.mine.instructions
+        done = wholly_added(instructions)
+        for position, instruction in enumerate(instructions):
+            host_copy = instruction.asynchronous and instruction.rendezvous() is None
+            idle = not touched_bytes(self.mine, instruction)
+            if not (idle or host_copy or position in done or isinstance(instruction, Compute)):
+                yield position, instruction
+
     def _state(self, optimizer: OptimizerSpec, device: torch.device) -> ModelState:
         dag, slots = self.plan.dag, self.mine.slots
         names = sorted({i.name for i in slots if i.role in (Role.PARAMETER, Role.SHARD)})
@@ -213,20 +225,24 @@ class Measured:
     """The quickest run of each program so far. Chunks take their mean in the program in which that is least; all else the mean over all programs."""
 
     def __init__(self) -> None:
-        self._quickest: dict[int, tuple[Replay, Taken]] = {}
+        self._quickest: dict[int, tuple[Replay, Taken, float]] = {}
         self.chunks: dict[str, float] = {}
 
     def add(self, replay: Replay) -> None:
         """Run *replay* once more."""
         taken = replay.run()
+        self.keep(replay, taken, taken.seconds)
+
+    def keep(self, replay: Replay, taken: Taken, seconds: float) -> None:
+        """Note a run of *replay*; *seconds* says how quick it was, for instance together with a run of another device at the same time."""
         best = self._quickest.get(id(replay))
-        if best is None or taken.seconds < best[1].seconds:
-            self._quickest[id(replay)] = (replay, taken)
+        if best is None or seconds < best[2]:
+            self._quickest[id(replay)] = (replay, taken, seconds)
             self.chunks = self._chunks()
 
     def _chunks(self) -> dict[str, float]:
         found: dict[str, float] = {}
-        for replay, taken in self._quickest.values():
+        for replay, taken, _ in self._quickest.values():
             mine: dict[str, list[float]] = {}
             for instruction, seconds in zip(replay.mine.instructions, taken.work, strict=True):
                 if isinstance(instruction, Compute):
@@ -241,13 +257,13 @@ class Measured:
         """Seconds per byte of everything but chunks, over all programs: what an instruction has to do depends on the chunks around it, too."""
         seconds: dict[str, float] = {}
         nbytes: dict[str, int] = {}
-        for replay, taken in self._quickest.values():
-            for instruction, spent in zip(replay.mine.instructions, part(taken), strict=True):
+        for replay, taken, _ in self._quickest.values():
+            spent = part(taken)
+            for position, instruction in replay.other_work():
+                op = instruction.op
                 size = touched_bytes(replay.mine, instruction)
-                host_copy = instruction.asynchronous and instruction.rendezvous() is None
-                if size and not host_copy and not isinstance(instruction, Compute):
-                    seconds[instruction.op] = seconds.get(instruction.op, 0.0) + spent
-                    nbytes[instruction.op] = nbytes.get(instruction.op, 0) + size
+                seconds[op] = seconds.get(op, 0.0) + spent[position]
+                nbytes[op] = nbytes.get(op, 0) + size
         return {op: Rate(0.0, seconds[op] / nbytes[op]) for op in sorted(seconds)}
 
     def profile(self, network: Network) -> Profile:
@@ -260,7 +276,12 @@ class Measured:
             machine=f"{where}, {torch.get_num_threads()} threads, torch {torch.__version__}",
             chunks=self.chunks,
             # What none of the programs contains is taken to be a copy, as a message is.
-            rates={"*": messages.issue, **self._rates(lambda taken: taken.work)},
+            # A chunk's own additions are part of its time.
+            rates={
+                "*": messages.issue,
+                ADDED: Rate(0.0, 0.0),
+                **self._rates(lambda taken: taken.work),
+            },
             unpacking={op: rate for op, rate in unpacking.items() if rate.per_byte},
             launch=LAUNCH,
             messages=messages,
@@ -273,16 +294,14 @@ class Measured:
 
 
 def _exchange(times: LinkTimes) -> Exchange:
-    return Exchange(
-        _line(times.issue[SMALL], times.issue[LARGE]),
-        _line(times.travel[SMALL], times.travel[LARGE]),
-    )
+    return Exchange(_line(times.issue), _line(times.travel))
 
 
-def _line(short: float, long: float) -> Rate:
+def _line(seconds: Mapping[int, float]) -> Rate:
     """The straight line through the times of a small and a large message; it does not fall."""
-    per_byte = max(0.0, long - short) / (LARGE - SMALL)
-    return Rate(max(0.0, short - SMALL * per_byte), per_byte)
+    small, large = min(seconds), max(seconds)
+    per_byte = max(0.0, seconds[large] - seconds[small]) / (large - small)
+    return Rate(max(0.0, seconds[small] - small * per_byte), per_byte)
 
 
 def _leaf(leaf: BatchLeaf, rows: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ from piper.ops.base import Instruction, Rendezvous
 from piper.ops.compute import Compute
 from piper.pausing import collector_paused
 from piper.plan.account import OptimizerBytes, account
-from piper.plan.costs import Costs, UnitCosts, hardware
+from piper.plan.added import wholly_added
+from piper.plan.costs import ADDED, Costs, UnitCosts, hardware
 from piper.plan.model import Plan
 from piper.plan.topology import Port, Topology, Traffic, traffic
 from piper.plan.work import touched_bytes
@@ -65,6 +66,10 @@ class _Timing:
     def __post_init__(self) -> None:
         self.host_blocks, self.launch = self.costs.host_blocks, self.costs.launch
         self.contention = self.costs.contention
+        self._added: set[int] = set()
+        if self.host_blocks:
+            for mine in self.plan.devices:
+                self._added |= {id(mine.instructions[i]) for i in wholly_added(mine.instructions)}
         self._present = {mine.device for mine in self.plan.devices if mine.instructions}
         # Of a folded plan, the ports of devices without a program are loaded like those of the ones that stand for them.
         self._near: set[Port] = set()
@@ -85,7 +90,8 @@ class _Timing:
                 self._chunks[node] = seconds
             return seconds
         nbytes = touched_bytes(self.plan.devices[device], instruction)
-        seconds = self.costs.local(instruction.op, nbytes) if nbytes else 0.0
+        op = ADDED if id(instruction) in self._added else instruction.op
+        seconds = self.costs.local(op, nbytes) if nbytes else 0.0
         if (meeting := instruction.rendezvous()) is None:
             return seconds
         crossing = self._crossing_bytes(device, instruction, meeting)
