@@ -39,7 +39,7 @@ def test_a_profile_is_measured_and_used(piper, write, tmp_path):
     profile = load_profile(tmp_path / "p.json")
     assert len(profile.chunks) == 4
     assert all(0 < seconds < 10 for seconds in profile.chunks.values())
-    assert 0 < profile.latency < 1
+    assert 0 < profile.messages.link.latency < 1
     lines = shown(piper("simulate", config, "--profile", "p.json", "--save", "l.json"))
     assert lines[0].startswith("simulated: step ")
     boxes = [b for b in load_timeline(tmp_path / "l.json").devices[0].boxes() if b.op == "compute"]

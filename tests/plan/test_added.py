@@ -2,19 +2,23 @@
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import piper
 from piper.api.programs import model_tensors
 from piper.backends.measured import measure
 from piper.capture import capture_with_constants
+from piper.devices.links import LinkTimes
 from piper.ops.accumulate import Accumulate
 from piper.ops.compute import Compute
 from piper.ops.p2p import Send
 from piper.plan.account import account
-from piper.plan.added import added_within
+from piper.plan.added import added_within, wholly_added
 from piper.plan.memory import Category
+from piper.plan.profile import Rate
 from piper.runtime.optimizer import OptimizerSpec
+from piper.runtime.profiling import Network, measure_profile
 
 WIDTH, LAYERS = 8, 3
 MATRIX = WIDTH * WIDTH * 4
@@ -110,3 +114,21 @@ def test_gradients_are_those_of_one_process(compile_chunks):
         state = trainer.state_dict()
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_simulation_by_a_profile_counts_such_additions_once():
+    """They are part of the chunks' measured times; those of the last stage are not."""
+    plan = planned()
+    first, last = (mine.instructions for mine in plan.devices)
+    assert wholly_added(first) == {i for i, x in enumerate(first) if isinstance(x, Accumulate)}
+    assert not wholly_added(last)
+    network = Network(LinkTimes({64: 0.0, 128: 0.0}, {64: 1e-5, 128: 1e-5}))
+    profile = measure_profile(plan, SGD, network, repeats=1)
+    assert profile.rates["accumulate"].per_byte > 0
+    slow = replace(profile, rates=profile.rates | {"accumulate": Rate(1.0, 0.0)})
+    boxes = [
+        [b.seconds for b in mine.boxes() if b.op == "accumulate"]
+        for mine in piper.simulate(plan, slow).devices
+    ]
+    assert all(seconds < 1e-5 for seconds in boxes[0])
+    assert boxes[1] == [pytest.approx(1.0, rel=1e-3)] * 3

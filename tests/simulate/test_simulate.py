@@ -1,5 +1,7 @@
+from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 from tests.support.synthetic import Region, chain, network
 from tests.verify.plans import CASES, case, drop, find, interleaved, make, pipeline
@@ -15,8 +17,8 @@ from piper.ops.p2p import Send
 from piper.plan.account import account, adam_bytes
 from piper.plan.costs import Hardware, UnitCosts, hardware
 from piper.plan.memory import Category
-from piper.plan.profile import Profile, Rate, load_profile
-from piper.plan.topology import Link, Topology
+from piper.plan.profile import Exchange, Profile, Rate, load_profile
+from piper.plan.topology import Contention, Link, Topology, alone_seconds, traffic
 from piper.plan.work import body_work
 from piper.simulate import simulate
 from piper.simulate.critical import shares
@@ -253,6 +255,77 @@ def test_between_nodes_there_are_as_many_rings_as_connections():
     assert reduction(1) == pytest.approx(2 * reduction(2))
 
 
+# --- what a profile says of communication
+
+
+def replicated(**options):
+    """Two stages on two devices of one node: the 512 bytes of the second one's weight are reduced while the first one's backward runs."""
+    return make(chain(2, batch_size=4), [Place({}, [0, 1]), Replicate({}, **options)])
+
+
+def measured(subject, **options):
+    nothing = Rate(0.0, 0.0)
+    return Profile(
+        version=2,
+        machine="here",
+        chunks={f"{body}@s0=2": 1.0 for body in subject.dag.bodies},
+        rates={"*": nothing},
+        launch=0.0,
+        messages=Exchange(nothing, Rate(0.0, 1e-3)),
+        **options,
+    )
+
+
+def lengths(line, op):
+    return [b.end - b.start for b in line.devices[0].boxes() if b.op == op]
+
+
+def test_a_collective_takes_what_was_measured():
+    subject = replicated()
+    exchange = Exchange(Rate(0.25, 1 / 512), Rate(0.5, 2 / 512))
+    costs = measured(subject, collectives={"all_reduce": {2: exchange}})
+    line = simulate(subject, costs)
+    assert lengths(line, "all_reduce_bucket") == [pytest.approx(2.5)] * 2
+    # After three chunks the host issues the first reduction for 1.25 s; the second one waits for it.
+    assert line.seconds == pytest.approx(3 + 1.25 + 2.5 + 2.5)
+    unpacked = msgspec.structs.replace(costs, unpacking={"all_reduce_bucket": Rate(0.0, 1 / 1024)})
+    assert simulate(subject, unpacked).seconds == pytest.approx(line.seconds + 2)
+
+
+def test_a_collective_of_more_members_than_were_measured_is_extrapolated():
+    """As rings and doublings go: from 2 to 4 members an all-gather's bytes grow from 1/2 to 3/4, its rounds from 1 to 2."""
+    link = Link(0.5, 128.0)
+    known = Topology(1, 4, link, link, collectives={"all_gather": {2: Link(1.0, 64.0)}})
+    for role in ("all_gather", "refresh"):
+        two, four = (
+            alone_seconds(known, traffic(known, role, tuple(range(n)), 128.0)) for n in (2, 4)
+        )
+        assert two == pytest.approx(1.0 + 128 / 64)
+        assert four == pytest.approx(2.0 + 128 / 64 * 1.5)
+
+
+def test_computation_and_communication_slow_each_other_down():
+    """The first of two reductions is under way while the second backward runs."""
+    subject = replicated(shard_grads=True)
+    exchange = Exchange(Rate(0.0, 0.0), Rate(0.0, 0.2 / 256))
+    costs = measured(subject, collectives={"reduce_scatter": {2: exchange}})
+    alone = simulate(subject, costs)
+    assert lengths(alone, "reduce_scatter_bucket")[0] == pytest.approx(0.2)
+    both = simulate(subject, msgspec.structs.replace(costs, contention=Contention(0.5, 0.4)))
+    # 0.2 s at two fifths of the speed are 0.5 s, in which half as much is computed: 0.25 s are lost.
+    assert lengths(both, "reduce_scatter_bucket")[0] == pytest.approx(0.5)
+    assert max(lengths(both, "compute")) == pytest.approx(1.25)
+    assert both.seconds == pytest.approx(alone.seconds + 0.25)
+
+
+def test_contention_that_costs_nothing_changes_nothing():
+    for name in ("1f1b deep", "zero 3, tied, weighted", "two ways"):
+        with_contention = replace(hardware("CPU"), contention=Contention(1.0, 1.0))
+        one, two = (simulate(case(name), costs) for costs in ("CPU", with_contention))
+        assert one.seconds == pytest.approx(two.seconds, rel=1e-9)
+        assert one.bubble == pytest.approx(two.bubble)
+
+
 # --- hosts
 
 
@@ -318,7 +391,8 @@ def test_a_plan_that_cannot_end_is_refused():
 
 
 def profile(chunks):
-    return Profile(1, "here", chunks, {"*": Rate(0.0, 0.0)}, 0.0, 0.0, 1e9)
+    nothing = Rate(0.0, 0.0)
+    return Profile(2, "here", chunks, {"*": nothing}, 0.0, Exchange(nothing, Rate(0.0, 1e-9)))
 
 
 def test_a_chunk_that_was_not_measured():
@@ -340,8 +414,8 @@ def test_a_profile_is_used_and_is_a_file(tmp_path):
 def test_profiles_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read.*piper profile CONFIG -o"):
         load_profile(tmp_path / "none.json")
-    (tmp_path / "old.json").write_text('{"version": 0}')
-    with pytest.raises(ConfigError, match="version 0, this piper reads version 1"):
+    (tmp_path / "old.json").write_text('{"version": 1, "latency": 1e-5, "bandwidth": 1e9}')
+    with pytest.raises(ConfigError, match=r"version 1, this piper reads version 2; measure again"):
         load_profile(tmp_path / "old.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ConfigError, match=r"bad\.json"):

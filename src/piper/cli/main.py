@@ -231,7 +231,7 @@ def profile(
     repeats: Annotated[int, typer.Option(min=1, help="Steps that each device runs by itself.")] = 5,
     traceback: Traceback = False,
 ) -> None:
-    """Measure how long the strategy's chunks and messages take on this machine, for `piper simulate --profile`."""
+    """Measure how long the strategy's chunks, messages and collectives take on this machine, alone and at once, for `piper simulate --profile`."""
     with _reporting(traceback):
         from piper.cli.profile import profile as run
 

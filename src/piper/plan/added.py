@@ -51,6 +51,16 @@ def added_within(instructions: Sequence[Instruction]) -> Mapping[int, Added]:
     return found
 
 
+def wholly_added(instructions: Sequence[Instruction]) -> frozenset[int]:
+    """The positions of every ``Accumulate`` that has nothing left to add, as chunks do it."""
+    return frozenset(
+        number
+        for number, added in added_within(instructions).items()
+        if isinstance(instruction := instructions[number], Accumulate)
+        and added.keys() >= set(instruction.right)
+    )
+
+
 def _slots(instruction: Instruction) -> tuple[Slot, ...]:
     return (*instruction.reads(), *instruction.writes(), *instruction.frees())
 

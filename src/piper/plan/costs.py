@@ -13,10 +13,13 @@ from piper.errors import ConfigError, nearest
 from piper.ids import BodyId
 from piper.ir.dag import Chunk, Dag, Pass
 from piper.ops.compute import Call
-from piper.plan.topology import Link, Topology
+from piper.plan.topology import Contention, Link, Topology
 from piper.plan.work import BodyWork, body_work
 
 COPIES = frozenset({"send", "post_receive"})
+
+ADDED = "added"
+"""What an ``Accumulate`` is called for :meth:`Costs.local` if chunks do all of it: see :mod:`piper.plan.added`."""
 
 
 class Costs(Protocol):
@@ -24,7 +27,8 @@ class Costs(Protocol):
 
     ``host_blocks``: the device computes where it is told to, as a CPU does: one instruction after the other, and a wait stops
     all that follows. Else the host runs ahead, and each stream goes its own way. ``launch`` is what the host needs per instruction.
-    ``peak_flops`` is what one device could do per second, ``None`` where nothing is known.
+    ``peak_flops`` is what one device could do per second, ``None`` where nothing is known. ``contention``: whether communication and computation
+    hold each other up; ``None``: they do not.
     """
 
     @property
@@ -35,6 +39,9 @@ class Costs(Protocol):
 
     @property
     def peak_flops(self) -> float | None: ...
+
+    @property
+    def contention(self) -> Contention | None: ...
 
     def topology_for(self, num_devices: int) -> Topology | None:
         """The links between *num_devices* devices; ``None``: communication takes no time.
@@ -49,7 +56,13 @@ class Costs(Protocol):
         """
 
     def local(self, op: str, nbytes: int) -> float:
-        """Seconds of any other instruction ``op`` that reads and writes *nbytes*, and of issuing communication that does."""
+        """Seconds of any other instruction ``op`` that reads and writes *nbytes*; of communication, of what is done before it is issued."""
+
+    def issue(self, role: str, members: int, nbytes: int) -> float:
+        """Seconds until the host has issued communication of *nbytes* in all, and goes on."""
+
+    def unpack(self, op: str, nbytes: int) -> float:
+        """Seconds that a host spends on what communication ``op`` brought, once it has waited for it; *nbytes* as for :meth:`local`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,7 @@ class UnitCosts:
     host_blocks: bool = False
     launch: float = 0.0
     peak_flops: float | None = None
+    contention: Contention | None = None
 
     def topology_for(self, num_devices: int) -> None:
         """See :class:`Costs`."""
@@ -78,6 +92,14 @@ class UnitCosts:
         }[chunk.pass_]
 
     def local(self, op: str, nbytes: int) -> float:  # noqa: ARG002
+        """See :class:`Costs`."""
+        return 0.0
+
+    def issue(self, role: str, members: int, nbytes: int) -> float:  # noqa: ARG002
+        """See :class:`Costs`."""
+        return 0.0
+
+    def unpack(self, op: str, nbytes: int) -> float:  # noqa: ARG002
         """See :class:`Costs`."""
         return 0.0
 
@@ -105,6 +127,7 @@ class Hardware:
     call: float = 4e-6
     launch: float = 1e-6
     host_blocks: bool = False
+    contention: Contention | None = None
     topology: Topology | None = None
     peak_dtype: DType = DType.BFLOAT16
     _work: dict[tuple[BodyId, tuple[tuple[str, int], ...]], BodyWork] = field(
@@ -146,6 +169,14 @@ class Hardware:
         if op in COPIES and not self.host_blocks:
             return 0.0
         return self.call + nbytes / (self.memory * self.memory_efficiency)
+
+    def issue(self, role: str, members: int, nbytes: int) -> float:  # noqa: ARG002
+        """See :class:`Costs`: part of :meth:`local`."""
+        return 0.0
+
+    def unpack(self, op: str, nbytes: int) -> float:  # noqa: ARG002
+        """See :class:`Costs`: part of :meth:`local`."""
+        return 0.0
 
 
 def _gpu(

@@ -9,9 +9,9 @@ from piper.errors import ConfigError
 from piper.ids import BodyId
 from piper.ir.dag import Chunk, Dag
 from piper.ops.compute import Call
-from piper.plan.topology import Link, Topology
+from piper.plan.topology import KINDS, Contention, Link, Topology
 
-VERSION = 1
+VERSION = 2
 """Format version of profile files; a file of another version is refused."""
 
 
@@ -26,11 +26,38 @@ class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.fixed + nbytes * self.per_byte
 
 
+_NOTHING = Rate(0.0, 0.0)
+"""Of instructions that a plan does not have."""
+
+
+class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Communication whose members have nothing else to do: seconds until a host has issued it, and from then until it is complete. The bytes
+    are those that each member has afterwards.
+    """
+
+    issue: Rate
+    travel: Rate
+
+    @property
+    def link(self) -> Link:
+        """From when it is issued."""
+        return Link(self.travel.fixed, 1 / max(self.travel.per_byte, 1e-15))
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Durations measured on one device. Implements :class:`~piper.plan.costs.Costs`.
 
-    ``chunks`` has, by body and sizes (:func:`chunk_key`), seconds per call. ``rates`` has, by the name of an instruction, the time of
-    local work; ``"*"`` stands for all that are not listed. ``link`` connects the devices. ``machine`` says in words where it was measured.
+    ======================  ============================================================================================================
+    ``chunks``              seconds per call, by body and sizes (:func:`chunk_key`)
+    ``rates``               local work by the name of its instruction, per byte that it reads and writes; of communication, what is done
+                            before it is issued (packing a bucket)
+    ``unpacking``           the same for what is done when communication was waited for
+    ``messages``            one message between two devices
+    ``collectives``         by kind, and by number of members
+    ``contention``          what is left of the speed of local work and of traffic while both need a device's processor
+    ``launch``              seconds that the interpreter spends per instruction
+    ``machine``             where all this was measured, in words
+    ======================  ============================================================================================================
     """
 
     version: int
@@ -38,15 +65,21 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunks: dict[str, float]
     rates: dict[str, Rate]
     launch: float
-    latency: float
-    bandwidth: float
+    messages: Exchange
+    unpacking: dict[str, Rate] = {}
+    collectives: dict[str, dict[int, Exchange]] = {}
+    contention: Contention | None = None
     host_blocks: bool = True
     peak_flops: float | None = None
 
     def topology_for(self, num_devices: int) -> Topology:
         """All devices on one node: the link that was measured connects any two."""
-        link = Link(self.latency, self.bandwidth)
-        return Topology(1, num_devices, link, link)
+        link = self.messages.link
+        collectives = {
+            kind: {members: exchange.link for members, exchange in found.items()}
+            for kind, found in self.collectives.items()
+        }
+        return Topology(1, num_devices, link, link, collectives=collectives)
 
     def chunk(self, dag: Dag, bindings: Mapping[str, int], chunk: Chunk) -> float:  # noqa: ARG002
         """See :class:`~piper.plan.costs.Costs`."""
@@ -61,7 +94,19 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def local(self, op: str, nbytes: int) -> float:
         """See :class:`~piper.plan.costs.Costs`."""
-        return self.rates.get(op, self.rates["*"]).seconds(nbytes)
+        return self.rates.get(op, _NOTHING).seconds(nbytes)
+
+    def issue(self, role: str, members: int, nbytes: int) -> float:
+        """See :class:`~piper.plan.costs.Costs`."""
+        if role == "receive":  # room is made, nothing is copied
+            return self.messages.issue.fixed
+        if not (known := self.collectives.get(KINDS.get(role, role))):
+            return self.messages.issue.seconds(nbytes)
+        return known[min(known, key=lambda n: (abs(n - members), n))].issue.seconds(nbytes)
+
+    def unpack(self, op: str, nbytes: int) -> float:
+        """See :class:`~piper.plan.costs.Costs`."""
+        return self.unpacking.get(op, _NOTHING).seconds(nbytes)
 
     def save(self, path: str | Path) -> None:
         """Write JSON."""

@@ -120,10 +120,9 @@ class Step:
 class Program:
     """One device's plan, bound: :meth:`run` executes one training step.
 
-    *constants* are buffers that this plan alone has. *compilation* says whether chunks are
-    compiled; they are when the program is made, which may raise :class:`CompileError`. *recorded*:
-    the closures note when they run, for :attr:`recorder`; *ranges*: they are ranges of torch's
-    profiler too.
+    *constants* are buffers that this plan alone has. *compilation* says whether chunks are compiled; they are when the
+    program is made, which may raise :class:`CompileError`. *recorded*: the closures note when they run, for :attr:`recorder`; *ranges*: they are
+    ranges of torch's profiler too. *recorder* takes the place of a new one.
 
     Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and
     instruction, with the original as its cause; :class:`CompileError` keeps its class, and :class:`CommunicationError` and
@@ -143,6 +142,7 @@ class Program:
         compilation: Compilation = Compilation.OFF,
         recorded: bool = False,
         ranges: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self._plan = plan
         self._mine = mine
@@ -168,8 +168,8 @@ class Program:
         self._transient = [n for n, i in enumerate(mine.slots) if i.role not in STATE]
         if compilation is not Compilation.OFF:
             warm_up(mine, slots, binding.code, device.torch_device)
-        self.recorder: Recorder | None = None
-        if recorded:
+        self.recorder = recorder
+        if recorded and recorder is None:
             count = len(mine.instructions)
             self.recorder = Recorder(device, count, self._range_name, ranges=ranges)
         self._steps = list(_bind(mine.instructions, binding, self.recorder))

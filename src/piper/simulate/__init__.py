@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from piper.ids import DeviceId, NodeId
-from piper.ops.base import Instruction
+from piper.ops.all_to_all import ExchangeRows
+from piper.ops.base import Instruction, Rendezvous
 from piper.ops.compute import Compute
 from piper.pausing import collector_paused
 from piper.plan.account import OptimizerBytes, account
-from piper.plan.costs import Costs, UnitCosts, hardware
+from piper.plan.added import wholly_added
+from piper.plan.costs import ADDED, Costs, UnitCosts, hardware
 from piper.plan.model import Plan
 from piper.plan.topology import Port, Topology, Traffic, traffic
 from piper.plan.work import touched_bytes
@@ -63,6 +65,11 @@ class _Timing:
 
     def __post_init__(self) -> None:
         self.host_blocks, self.launch = self.costs.host_blocks, self.costs.launch
+        self.contention = self.costs.contention
+        self._added: set[int] = set()
+        if self.host_blocks:
+            for mine in self.plan.devices:
+                self._added |= {id(mine.instructions[i]) for i in wholly_added(mine.instructions)}
         self._present = {mine.device for mine in self.plan.devices if mine.instructions}
         # Of a folded plan, the ports of devices without a program are loaded like those of the ones that stand for them.
         self._near: set[Port] = set()
@@ -73,7 +80,7 @@ class _Timing:
                 self._near |= {("nic out", node, nic), ("nic in", node, nic)}
 
     def local(self, device: DeviceId, instruction: Instruction) -> float:
-        """Seconds of a chunk; of all else by the bytes that it reads and writes."""
+        """Seconds of a chunk; of all else by the bytes that it reads and writes, and of handing communication to the network."""
         if isinstance(instruction, Compute):
             node = instruction.node
             if (seconds := self._chunks.get(node)) is None:
@@ -83,25 +90,43 @@ class _Timing:
                 self._chunks[node] = seconds
             return seconds
         nbytes = touched_bytes(self.plan.devices[device], instruction)
-        return self.costs.local(instruction.op, nbytes) if nbytes else 0.0
+        op = ADDED if id(instruction) in self._added else instruction.op
+        seconds = self.costs.local(op, nbytes) if nbytes else 0.0
+        if (meeting := instruction.rendezvous()) is None:
+            return seconds
+        crossing = self._crossing_bytes(device, instruction, meeting)
+        return seconds + self.costs.issue(meeting.role, len(meeting.members), crossing)
+
+    def _crossing_bytes(
+        self, device: DeviceId, instruction: Instruction, meeting: Rendezvous
+    ) -> int:
+        """Bytes that a member has afterwards. Rows for experts come with room for all of the group's: taken to be as many as a member gives."""
+        if not isinstance(instruction, ExchangeRows):
+            return meeting_bytes(meeting)
+        given = self.plan.devices[device].slots[instruction.inputs[0]].message.nbytes
+        return min(given, meeting_bytes(meeting))
 
     def flow(self, members: Sequence[tuple[DeviceId, Instruction]]) -> Flow:
-        """By the topology."""
+        """By the topology. What hosts do with what they waited for is part of it: they can do nothing else then."""
         if self.topology is None:
             return Flow(0.0)
-        instruction = members[0][1]
+        device, instruction = members[0]
         meeting = instruction.rendezvous()
         assert meeting is not None
-        key = (meeting.role, meeting.members, meeting_bytes(meeting))
+        nbytes = self._crossing_bytes(device, instruction, meeting)
+        key = (meeting.role, meeting.members, nbytes)
         if (asked := self._traffic.get(key)) is None:
             asked = self._traffic[key] = traffic(self.topology, *key)
+        latency = asked.latency + max(self._unpack(*member) for member in members)
         if not self.plan.roles:
-            return Flow(
-                asked.latency, asked.nbytes, tuple((p, 1.0, part) for p, part in asked.ports)
-            )
+            return Flow(latency, asked.nbytes, tuple((p, 1.0, part) for p, part in asked.ports))
         shares = self._shares(instruction.node)
         ports = tuple((p, shares.get(p, 1.0), part) for p, part in asked.ports if p in self._near)
-        return Flow(asked.latency, asked.nbytes, ports)
+        return Flow(latency, asked.nbytes, ports)
+
+    def _unpack(self, device: DeviceId, instruction: Instruction) -> float:
+        nbytes = touched_bytes(self.plan.devices[device], instruction)
+        return self.costs.unpack(instruction.op, nbytes)
 
     def _shares(self, node: NodeId) -> dict[Port, float]:
         """Of a folded plan: how many of a node's groups go through each port, for each of those that have a program; ports that are not

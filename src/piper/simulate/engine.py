@@ -7,7 +7,8 @@ issued after i times the launch time; each stream takes its instructions in issu
 ``Wait`` stops its stream only.
 
 A message or collective starts when all its members have come to it, and ends for all of them at once. Its bytes go through ports;
-what is under way in one port at once shares its bandwidth in equal parts, and goes as fast as the slowest of its ports lets it.
+what is under way in one port at once shares its bandwidth in equal parts, and goes as fast as the slowest of its ports lets it. Where the
+timing says so, local work and communication of a device slow each other down (``hosts``).
 
 Of a folded plan (see ``Plan.roles``) only the devices that have a program come; the others do the same at the same times, and load the
 links like them.
@@ -23,7 +24,8 @@ from piper.ids import DeviceId, EventId, Slot, Stream
 from piper.ops.base import CommunicatorId, Instruction, Rendezvous
 from piper.ops.wait import Wait
 from piper.plan.model import Plan
-from piper.plan.topology import Port
+from piper.plan.topology import Contention, Port
+from piper.simulate.hosts import Hosts
 
 Place: TypeAlias = int
 """An instruction: its number counted over all devices."""
@@ -50,6 +52,10 @@ class Timing(Protocol):
 
     @property
     def launch(self) -> float: ...
+
+    @property
+    def contention(self) -> Contention | None:
+        """How hosts that block and their communication slow each other down; ``None``: not at all."""
 
     def local(self, device: DeviceId, instruction: Instruction) -> float:
         """Seconds of local work, and of issuing communication."""
@@ -114,6 +120,7 @@ class _Untimed:
 
     host_blocks: bool
     launch: float = 0.0
+    contention: Contention | None = None
 
     def local(self, device: DeviceId, instruction: Instruction) -> float:
         raise NotImplementedError
@@ -134,7 +141,7 @@ def run(plan: Plan, timing: Timing) -> Run:
 
 
 # Kinds of events, in the order in which they happen at one time.
-_DONE, _FLOWING, _FLOWN, _ISSUED = range(4)
+_DONE, _FLOWING, _FLOWN, _ISSUED, _WORKED = range(5)
 
 
 @dataclass(slots=True)
@@ -167,6 +174,12 @@ class _Engine:
         self.heap: list[tuple[float, int, int, int, int]] = []
         self.sequence = 0
         self.finished = 0
+        self.hosts: Hosts | None = None
+        if self.blocks and timing.contention is not None:
+            self.hosts = Hosts(
+                timing.contention, lambda time, d, number: self._push(time, _WORKED, d, number)
+            )
+            self.flying: dict[DeviceId, dict[int, None]] = {}
         self._connect()
 
     # --- what depends on what ---------------------------------------------------------------------
@@ -234,6 +247,7 @@ class _Engine:
             self._flowing,
             self._flown,
             self._issued,
+            self._worked,
         )
         while self.heap:
             now, kind, _, number, version = heapq.heappop(self.heap)
@@ -263,7 +277,21 @@ class _Engine:
         seconds = timing.launch if self.blocks else 0.0
         if result.meeting[place] == NOTHING or self.blocks:
             seconds += timing.local(device, instruction)
-        self._push(now + seconds, _DONE if result.meeting[place] == NOTHING else _ISSUED, place)
+        kind = _DONE if result.meeting[place] == NOTHING else _ISSUED
+        if self.hosts is None or seconds <= timing.launch:
+            self._push(now + seconds, kind, place)
+            return
+        self.hosts.begin(device, place, kind, seconds, now)
+        self._rate_all(device, now)
+
+    def _worked(self, device: int, forecast: int, now: float) -> None:
+        """A host is through with its work, unless its pace has changed since that was foreseen."""
+        assert self.hosts is not None
+        if (over := self.hosts.end(DeviceId(device), forecast)) is None:
+            return
+        place, kind = over
+        self._rate_all(DeviceId(device), now)
+        (self._done if kind == _DONE else self._issued)(place, 0, now)
 
     def _done(self, place: Place, _version: int, now: float) -> None:
         """*place* is complete."""
@@ -341,6 +369,7 @@ class _Engine:
         meeting.since = now
         for port, share, _ in meeting.ports:
             self.port_users[port][number] = share
+        self._take_off(number, now)
         self._share_out(meeting, now)
 
     def _flown(self, number: int, version: int, now: float) -> None:
@@ -350,6 +379,7 @@ class _Engine:
             return
         for port, _, _ in meeting.ports:
             del self.port_users[port][number]
+        self._land(number, now)
         self._share_out(meeting, now)
         self._complete(meeting, now)
 
@@ -357,17 +387,43 @@ class _Engine:
         """Give everything that shares a port with *changed* its new rate."""
         affected = dict.fromkeys(n for port, _, _ in changed.ports for n in self.port_users[port])
         for number in affected:
-            meeting = self.meetings[number]
-            rate = min(
-                self.port_bandwidth[port] / (sum(self.port_users[port].values()) * part)
-                for port, _, part in meeting.ports
-            )
-            if rate == meeting.rate:
-                continue
-            meeting.left -= meeting.rate * (now - meeting.since)
-            meeting.rate, meeting.since = rate, now
-            meeting.version += 1
-            self._push(now + max(0.0, meeting.left) / rate, _FLOWN, number, meeting.version)
+            self._rate(number, now)
+
+    def _rate(self, number: int, now: float) -> None:
+        """Give one flow its new rate."""
+        meeting = self.meetings[number]
+        rate = min(
+            self.port_bandwidth[port] / (sum(self.port_users[port].values()) * part)
+            for port, _, part in meeting.ports
+        )
+        if self.hosts is not None:
+            rate *= self.hosts.traffic(self._members(number))
+        if rate == meeting.rate:
+            return
+        meeting.left -= meeting.rate * (now - meeting.since)
+        meeting.rate, meeting.since = rate, now
+        meeting.version += 1
+        self._push(now + max(0.0, meeting.left) / rate, _FLOWN, number, meeting.version)
+
+    def _rate_all(self, device: DeviceId, now: float) -> None:
+        """*device* begins to compute, or stops."""
+        for number in self.flying.get(device, ()):
+            self._rate(number, now)
+
+    def _take_off(self, number: int, now: float) -> None:
+        if self.hosts is not None:
+            for device in self._members(number):
+                self.flying.setdefault(device, {})[number] = None
+            self.hosts.communicate(self._members(number), 1, now)
+
+    def _land(self, number: int, now: float) -> None:
+        if self.hosts is not None:
+            for device in self._members(number):
+                del self.flying[device][number]
+            self.hosts.communicate(self._members(number), -1, now)
+
+    def _members(self, number: int) -> list[DeviceId]:
+        return [self.result.device[place] for place in self.meetings[number].places]
 
     def _complete(self, meeting: _Meeting, now: float) -> None:
         for place in meeting.places:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from piper.ids import DeviceId
 from piper.ops.base import Instruction
 from piper.plan.model import Plan
-from piper.plan.topology import Port
+from piper.plan.topology import Contention, Port
 from piper.simulate.engine import Flow, run
 
 Durations: TypeAlias = Callable[[DeviceId, Instruction], float]
@@ -38,6 +38,7 @@ class _Given:
     durations: Durations
     host_blocks: bool = False
     launch: float = 0.0
+    contention: Contention | None = None
 
     def local(self, device: DeviceId, instruction: Instruction) -> float:
         """As given."""
