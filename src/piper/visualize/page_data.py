@@ -83,6 +83,7 @@ class BoxColumns(msgspec.Struct):
     nbytes: list[int] = []
     flops: list[float] = []
     waits: list[list[int]] = []
+    bound: list[int] = []
     away: list[int] = []
 
 
@@ -318,6 +319,7 @@ class _Columns:
         for old in self.number:
             links = [self.number[i] for i in self.links[old] if i in self.number]
             self.columns.waits.append(links)
+            self.columns.bound.append(len(links))
             self.columns.away.append(len(self.links[old]) - len(links))
         return self.columns
 
