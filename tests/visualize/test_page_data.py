@@ -6,7 +6,7 @@ from tests.visualize.timelines import pipeline
 
 from piper.ids import NodeId
 from piper.schedules import interleaved_one_f_one_b, one_f_one_b
-from piper.visualize.page_data import links, timeline_data, windows
+from piper.visualize.page_data import Waits, links, timeline_data, windows
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +33,24 @@ def named(timeline, indices):
 
 def test_a_chunk_waits_for_what_ended_on_its_own_device(step):
     found = links(step)
-    assert named(step, found[at(step, 2, "F PP=1 MB=0")]) == {(2, "F transfer PP=0 MB=0")}
-    assert named(step, found[at(step, 0, "F PP=0 MB=1")]) == {(0, "F PP=0 MB=0")}
-    assert found[at(step, 0, "F PP=0 MB=0")] == ()
+    assert named(step, found[at(step, 2, "F PP=1 MB=0")].binding) == {(2, "F transfer PP=0 MB=0")}
+    assert named(step, found[at(step, 0, "F PP=0 MB=1")].binding) == {(0, "F PP=0 MB=0")}
+    assert found[at(step, 0, "F PP=0 MB=0")] == Waits(())
+
+
+def test_what_had_to_end_too_is_listed_behind(step):
+    found = links(step)[at(step, 0, "B PP=0 MB=0")]
+    assert named(step, found.binding) == {(0, "B transfer PP=1 MB=0")}
+    assert named(step, found.others) == {(0, "F PP=0 MB=0"), (0, "F PP=0 MB=2")}
+    data = timeline_data(step, "x", links(step))
+    i = at(step, 0, "B PP=0 MB=0")
+    assert data.boxes.waits[i] == [*found.binding, *found.others]
+    assert data.boxes.bound[i] == 1
 
 
 def test_a_receive_waits_for_the_chunk_of_its_sender(step):
     received = at(step, 3, "F transfer PP=0 MB=0")
-    assert named(step, links(step)[received]) == {(1, "F PP=0 MB=0")}
+    assert named(step, links(step)[received].binding) == {(1, "F PP=0 MB=0")}
 
 
 def test_a_collective_waits_for_the_last_member():
@@ -71,13 +81,13 @@ def test_a_collective_waits_for_the_last_member():
     ]
     step = msgspec.structs.replace(step, devices=tuple(moved))
     for device in (0, 1):
-        waited = links(step)[at(step, device, "all_reduce PP=0")]
+        waited = links(step)[at(step, device, "all_reduce PP=0")].binding
         assert named(step, waited) == {(0, "B PP=0 MB=0")}
 
 
 def test_of_members_that_end_together_each_waits_for_its_own(step):
     for device in (0, 1):
-        waited = links(step)[at(step, device, "all_reduce PP=0")]
+        waited = links(step)[at(step, device, "all_reduce PP=0")].binding
         assert named(step, waited) == {(device, "B PP=0 MB=3")}
 
 
@@ -87,7 +97,7 @@ def test_a_node_that_is_nowhere_links_to_nothing(step):
     odd = msgspec.structs.replace(lane.boxes[3], waits_on=(NodeId(10**6),))
     lane = msgspec.structs.replace(lane, boxes=(*lane.boxes[:3], odd, *lane.boxes[4:]))
     first = msgspec.structs.replace(first, lanes=(lane, *first.lanes[1:]))
-    assert links(msgspec.structs.replace(step, devices=(first, *others)))[3] == ()
+    assert links(msgspec.structs.replace(step, devices=(first, *others)))[3].binding == ()
 
 
 def decoded(data):
@@ -167,7 +177,7 @@ def test_parts_hold_every_box_and_no_more_than_asked(step, most):
         assert len(starting) <= most + together
         # What it waited for is linked or counted.
         assert sum(map(len, data.boxes.waits)) + sum(data.boxes.away) == sum(
-            len(w)
+            len(w.binding) + len(w.others)
             for w, (_, _, b) in zip(waits, numbered(step), strict=True)
             if b.end > part[0] and b.start < part[1]
         )

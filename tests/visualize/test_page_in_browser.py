@@ -108,11 +108,20 @@ def test_a_click_shows_what_a_box_waits_for_and_what_waits_for_it(open_page, fil
         assert fact in panel
     waits, followers = panel.split("Waits for it")
     assert "F PP=1 MB=0" in waits.split("Waits for")[1]
-    assert "F transfer PP=1 MB=1" in followers
+    followers = " ".join(followers.split())
+    assert followers.startswith("F transfer PP=1 MB=1 binding device 2")
+    assert "B PP=1 MB=0 device 2" in followers  # next on the stream
+    assert "B PP=1 MB=1 device 2" in followers  # reads what it saved
     assert close(page.colour(*related), before[0])
     assert not close(page.colour(*unrelated), before[1], by=60)
     page.page.click("#selected .waits button >> nth=0")
     assert page.text("#selected").startswith("F PP=1 MB=0")
+    # What let a box start is marked; what had to end too comes behind.
+    page.click("B PP=0 MB=0", 0)
+    waits = page.text("#selected").split("Waits for it")[0].split("Waits for")[1]
+    assert " ".join(waits.split()) == (
+        "B transfer PP=1 MB=0 binding device 0 F PP=0 MB=2 device 0 F PP=0 MB=0 device 0"
+    )
     page.press("Escape")
     assert page.text("#selected").startswith("Click a box")
     assert close(page.colour(*unrelated), before[1])

@@ -42,6 +42,7 @@ class Job:
     nbytes: int = 0
     flops: float = 0.0
     start: float = 0.0
+    before: tuple["Job", ...] = ()
     waits_on: tuple[int, ...] = ()
 
     @property
@@ -59,6 +60,7 @@ class Builder:
     def add(self, job: Job) -> int:
         before = [self.jobs[i] for i in job.after]
         before += [self.free[p] for p in job.places if p in self.free]
+        job.before = tuple(before)
         job.start = max((b.end for b in before), default=0.0)
         job.waits_on = tuple(sorted({b.node for b in before if b.end == job.start}))
         self.free.update(dict.fromkeys(job.places, job))
@@ -223,6 +225,7 @@ def _timeline(jobs: list[Job], num_devices: int, unit: float, source: Source) ->
                     waits_on=tuple(map(NodeId, job.waits_on)),
                     critical=job.node in path,
                     meeting=f"{job.op}:{job.node}:{replica}" if meets else "",
+                    needs=_needs(job, device, position),
                 )
             )
             counts[device] += 1
@@ -255,6 +258,12 @@ def _timeline(jobs: list[Job], num_devices: int, unit: float, source: Source) ->
     return Timeline(
         VERSION, source, total * unit, num_devices, ("MB",), flops, 0.41, devices, critical
     )
+
+
+def _needs(job: Job, device: int, position) -> tuple[tuple[DeviceId, int], ...]:
+    """What *job* came after, where it has a box on *device*."""
+    keys = {(b.node, d, stream) for b in job.before for d, stream in b.places if d == device}
+    return tuple((DeviceId(device), position[key]) for key in sorted(keys))
 
 
 def _device(number: int, lanes: list[Lane], seconds: float) -> DeviceTimeline:

@@ -10,7 +10,8 @@ from piper.plan.model import DevicePlan, Plan
 from piper.plan.work import body_work, touched_bytes
 from piper.simulate.critical import critical_path, waited_on
 from piper.simulate.describe import describe
-from piper.simulate.engine import NOTHING, Run
+from piper.simulate.engine import NOTHING, Place, Run
+from piper.simulate.needs import needs
 from piper.simulate.timeline import (
     VERSION,
     Box,
@@ -54,6 +55,12 @@ class _Builder:
         self.work = {name: body_work(body, plan.bindings) for name, body in plan.dag.bodies.items()}
         self.path = critical_path(plan, found)
         self.critical = {(link.device, link.position) for link in self.path}
+        self.shown = [self._has_box(place) for place in range(len(found.instructions))]
+        self.needs = needs(found, self.shown)
+        # One pair for each box, however many need it.
+        self.pairs = [
+            (device, place - found.offsets[device]) for place, device in enumerate(found.device)
+        ]
 
     def build(
         self,
@@ -92,8 +99,7 @@ class _Builder:
         first = self.run.offsets[mine.device]
         for position, instruction in enumerate(mine.instructions):
             lane = lanes.setdefault(instruction.stream, [])
-            takes_time = self.run.end[first + position] > self.run.start[first + position]
-            if takes_time and (instruction.reads() or instruction.writes()):
+            if self.shown[first + position]:
                 lane.append(self._box(mine.device, position, instruction))
         made = tuple(Lane(stream, tuple(boxes)) for stream, boxes in lanes.items() if boxes)
         busy, bubble, exposed = busy_and_exposed(made, self.seconds)
@@ -139,7 +145,14 @@ class _Builder:
             meeting=""
             if number == NOTHING or meeting is None
             else f"{meeting.communicator}#{number}",
+            needs=tuple(self.pairs[p] for p in self.needs[place]),
         )
+
+    def _has_box(self, place: Place) -> bool:
+        """Waits, frees and what takes no time have none."""
+        instruction = self.run.instructions[place]
+        takes_time = self.run.end[place] > self.run.start[place]
+        return takes_time and bool(instruction.reads() or instruction.writes())
 
     def _curve(self, device: DeviceId, memory: DeviceMemory) -> MemoryCurve:
         """Memory after each instruction, at the time at which it is complete. Communication takes its memory when it is issued, which

@@ -34,7 +34,9 @@ class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     are the region path and the split dimensions. ``microbatch`` is the number within the replica (``None``: belongs to none).
     ``nbytes`` is what communication carries (one member's payload), or the memory that a chunk touches. ``waits_on`` lists the nodes
     whose completion its start waited for last (several for a rendezvous); empty at the start of the step. ``meeting`` is the same text on all
-    members of one message or collective, and empty for local work.
+    members of one message or collective, and empty for local work. ``needs`` are the boxes, by device and position, that had to be complete
+    before, whether or not they were last (see :func:`piper.simulate.needs.needs`); what the other members of its meeting need is not listed
+    again.
     """
 
     position: int
@@ -51,6 +53,7 @@ class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     waits_on: tuple[NodeId, ...] = ()
     critical: bool = False
     meeting: str = ""
+    needs: tuple[tuple[DeviceId, int], ...] = ()
 
     @property
     def seconds(self) -> float:

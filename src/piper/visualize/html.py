@@ -21,7 +21,22 @@ MOST_BOXES = 300_000
 
 _SCRIPTS = tuple(
     f"{name}.js"
-    for name in ("format", "dom", "data", "view", "overview", "chart", "tables", "mouse", "page")
+    for name in (
+        "format",
+        "dom",
+        "data",
+        "view",
+        "raster",
+        "labels",
+        "plot",
+        "overview",
+        "relations",
+        "around",
+        "chart",
+        "tables",
+        "mouse",
+        "page",
+    )
 )
 
 

@@ -65,8 +65,8 @@ class BoxColumns(msgspec.Struct):
 
     ``gap`` is the nanoseconds since the end of the box before on the same stream (0 before the first), ``length`` its own; ``label``, ``op``,
     ``pass`` and ``region`` are strings by number; ``microbatch`` and ``meeting`` (equal for the members of a message or collective) are -1 for
-    none; ``odd`` is 1 for every second stage of a device. ``waits`` are the boxes whose end it waited for, ``away`` how many more of
-    them are in another part.
+    none; ``odd`` is 1 for every second stage of a device. ``waits`` are the boxes whose end it needed, the first ``bound`` of them those that it
+    waited for last; ``away`` is how many more of them are in another part.
     """
 
     gap: list[int] = []
@@ -83,6 +83,7 @@ class BoxColumns(msgspec.Struct):
     nbytes: list[int] = []
     flops: list[float] = []
     waits: list[list[int]] = []
+    bound: list[int] = []
     away: list[int] = []
 
 
@@ -125,8 +126,16 @@ class PageData(msgspec.Struct, frozen=True):
     passes: tuple[PassData, ...] = tuple(PassData(name, *look) for name, look in LOOKS.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What one box needed, boxes numbered stream by stream: ``binding`` ended last, so that it started then; ``others`` had to end too."""
+
+    binding: tuple[int, ...]
+    others: tuple[int, ...] = ()
+
+
 def timeline_data(
-    timeline: Timeline, name: str, waits: Sequence[tuple[int, ...]], window: Window | None = None
+    timeline: Timeline, name: str, waits: Sequence[Waits], window: Window | None = None
 ) -> TimelineData:
     """What a page shows of *timeline* with its :func:`links`, under *name*: all of it, or what happens in *window*."""
     begin, end = window or (0.0, timeline.seconds)
@@ -176,13 +185,19 @@ def outermost(box: Box, splits: frozenset[str]) -> tuple[str, int] | None:
 # ------------------------------------------------------------------ who waits for whom
 
 
-def links(timeline: Timeline) -> list[tuple[int, ...]]:
-    """For each box, numbered stream by stream, the boxes whose end it waited for.
+def links(timeline: Timeline) -> list[Waits]:
+    """For each box, numbered stream by stream, what it needed.
 
-    A box knows nodes, and a node runs on several devices. Meant are those boxes of the node, on the box's own device or
+    What it waited for last, a box says by node, and a node runs on several devices. Meant are those boxes of the node, on the box's own device or
     on one that it meets, that ended last before it started.
     """
-    return _Links(timeline).find()
+    boxes = [(d.device, box) for d in timeline.devices for box in d.boxes()]
+    numbers = {(device, box.position): i for i, (device, box) in enumerate(boxes)}
+    found = list[Waits]()
+    for (_, box), binding in zip(boxes, _Links(timeline).find(), strict=True):
+        others = (numbers[place] for place in box.needs if place in numbers)
+        found.append(Waits(binding, tuple(j for j in others if j not in binding)))
+    return found
 
 
 @dataclass(slots=True)
@@ -222,7 +237,7 @@ class _Links:
                 self._members[box.meeting].append(device)
 
     def find(self) -> list[tuple[int, ...]]:
-        """See :func:`links`."""
+        """For each box, those that it waited for last."""
         found = list[tuple[int, ...]]()
         for i, (device, box) in self._numbered:
             mine = [j for node in box.waits_on for j in self._waited(i, device, box, node)]
@@ -266,7 +281,7 @@ class _Columns:
     """Collects the boxes of one part, device by device."""
 
     timeline: Timeline
-    links: Sequence[tuple[int, ...]]
+    waits: Sequence[Waits]
     begin: float
     end: float
     last: bool
@@ -315,10 +330,15 @@ class _Columns:
 
     def finished(self) -> BoxColumns:
         """All columns, once every device has been taken over."""
-        for old in self.number:
-            links = [self.number[i] for i in self.links[old] if i in self.number]
-            self.columns.waits.append(links)
-            self.columns.away.append(len(self.links[old]) - len(links))
+        number = self.number
+        for old in number:
+            waits = self.waits[old]
+            binding = [number[i] for i in waits.binding if i in number]
+            others = [number[i] for i in waits.others if i in number]
+            self.columns.waits.append(binding + others)
+            self.columns.bound.append(len(binding))
+            away = len(waits.binding) + len(waits.others) - len(binding) - len(others)
+            self.columns.away.append(away)
         return self.columns
 
     def critical_path(self) -> list[int]:

@@ -27,14 +27,16 @@ class Timeline {
       const lanes = device.lanes.map(({ stream, count: length }) => {
         const lane = { number: this.lanes.length, stream, first, last: first + length, device: this.devices.length };
         this.#times(lane, boxes);
+        lane.criticals = []; // its boxes on the critical path
+        for (let i = lane.first; i < lane.last; i++) if (this.critical[i]) lane.criticals.push(i);
         lane.computes = stream === "compute" || this.#any(lane, (i) => this.meeting[i] < 0);
         this.lanes.push(lane);
         first += length;
         return lane;
       });
-      this.devices.push({ ...device, lanes, memory: memoryCurve(device.memory) });
+      this.devices.push({ ...device, number: this.devices.length, lanes, memory: memoryCurve(device.memory) });
     }
-    this.#waits(boxes.waits);
+    this.#waits(boxes.waits, boxes.bound);
     this.members = new Map(); // meeting -> boxes
     for (let i = 0; i < n; i++) {
       if (this.meeting[i] < 0) continue;
@@ -60,16 +62,35 @@ class Timeline {
     return false;
   }
 
-  /** `waits[i]`: the boxes whose end box i waited for. Both directions are kept as lists in one array with offsets. */
-  #waits(waits) {
-    const counts = new Int32Array(this.n + 1);
-    for (const list of waits) for (const j of list) counts[j + 1]++;
-    for (let i = 0; i < this.n; i++) counts[i + 1] += counts[i];
-    const followers = new Int32Array(counts[this.n]);
-    const next = counts.slice();
-    waits.forEach((list, i) => list.forEach((j) => { followers[next[j]++] = i; }));
-    this.before = (i) => waits[i];
-    this.after = (i) => followers.subarray(counts[i], counts[i + 1]);
+  /** `waits[i]`: the boxes whose end box i needed, the first `bound[i]` of them those whose end let it start. */
+  #waits(waits, bound) {
+    this.waits = waits;
+    this.bound = bound;
+    this.followers = reversed(waits, this.n);
+    this.effects = reversed(waits.map((list, i) => list.slice(0, bound[i])), this.n);
+  }
+
+  /** The boxes that meet box i in a message or collective, itself too. */
+  meets(i) { return this.members.get(this.meeting[i]) ?? [i]; }
+
+  /** All boxes that must end before box i starts: what it needs itself, and what those that it meets need. */
+  before(i) {
+    const met = this.meets(i);
+    return [...new Set(met.flatMap((m) => this.waits[m]))].filter((j) => !met.includes(j));
+  }
+
+  /** All boxes that cannot start before box i ends. */
+  after(i) {
+    const met = this.meets(i);
+    return [...new Set([...this.followers(i)].flatMap((j) => this.meets(j)))].filter((j) => !met.includes(j));
+  }
+
+  /** Whether the end of box j was what box i, or one that it meets, waited for last. */
+  binds(j, i) {
+    return this.meets(i).some((m) => {
+      const at = this.waits[m].indexOf(j);
+      return at >= 0 && at < this.bound[m];
+    });
   }
 
   lane(i) { return this.lanes[this.laneOf[i]]; }
@@ -89,11 +110,14 @@ class Timeline {
     return -1;
   }
 
-  /** All boxes that lead to box i by waits (`step` is `before`), or follow from it (`after`), without i. */
-  closure(i, step) {
-    const seen = new Set([i]), todo = [i];
-    while (todo.length) {
-      for (const j of step(todo.pop())) if (!seen.has(j)) { seen.add(j); todo.push(j); }
+  /** All boxes that lead to box i by what they waited for last, and all that followed from it in that way, without i. */
+  chain(i) {
+    const seen = new Set([i]);
+    for (const step of [(j) => this.waits[j].slice(0, this.bound[j]), this.effects]) {
+      const todo = [i];
+      while (todo.length) {
+        for (const j of step(todo.pop())) if (!seen.has(j)) { seen.add(j); todo.push(j); }
+      }
     }
     seen.delete(i);
     return seen;
@@ -140,6 +164,16 @@ class Timeline {
   }
 }
 
+/** Of lists of boxes, one for each of n boxes: for each box, whose lists it is in. Kept in one array with offsets. */
+function reversed(lists, n) {
+  const offsets = new Int32Array(n + 1);
+  for (const list of lists) for (const j of list) offsets[j + 1]++;
+  for (let i = 0; i < n; i++) offsets[i + 1] += offsets[i];
+  const found = new Int32Array(offsets[n]), next = offsets.slice();
+  lists.forEach((list, i) => list.forEach((j) => { found[next[j]++] = i; }));
+  return (i) => found.subarray(offsets[i], offsets[i + 1]);
+}
+
 /** The first i in [low, high) for which `holds` is true, given that it stays true; `high` if none. */
 function search(low, high, holds) {
   while (low < high) {
@@ -156,7 +190,8 @@ function memoryCurve(raw) {
   const categories = Object.entries(raw.nbytes)
     .filter(([, values]) => values.some((v) => v > 0))
     .map(([name, values]) => ({ name, nbytes: Float64Array.from(values), spread: spread(values) }))
-    .sort((a, b) => a.spread - b.spread);
+    .sort((a, b) => a.spread - b.spread)
+    .map((category, number) => ({ ...category, number }));
   const total = new Float64Array(times.length);
   for (const { nbytes } of categories) nbytes.forEach((v, i) => { total[i] += v; });
   return { times, categories, total, peak: total.reduce((a, v) => Math.max(a, v), 0) };

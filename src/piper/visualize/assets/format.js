@@ -39,7 +39,7 @@ function count(value) {
   return `${Number.isInteger(value) && i === 0 ? value : digits(value)} ${units[i]}`;
 }
 
-function percent(share) { return `${(100 * share).toFixed(1)} %`; }
+function percent(share, decimals = 1) { return `${(100 * share).toFixed(decimals)} %`; }
 
 /** Distances for marks on an axis: 1, 2 or 5 times a power of ten, at least `least`. */
 function niceStep(least) {
@@ -89,10 +89,22 @@ class Palette {
       }
     }
     this.css = this.colours.map(css);
-    this.ink = this.colours.map((colour, i) => (i & 1 ? this.soft : inkOn(colour)));
+    this.packed = Uint32Array.from(this.colours, packed);
+    this.parts = Float32Array.from(this.colours.flat());
+    this.inks = this.colours.map((colour, i) => rgb(i & 1 ? this.soft : inkOn(colour)));
+    this.backs = [this.back, mix(this.back, rgb(this.sunk), 0.45)]; // of every second device
+    const line = rgb(this.line);
+    this.pixels = {
+      panel: packed(this.back), band: packed(this.backs[1]), line: packed(mix(this.back, line, 0.7)), edge: packed(line), critical: packed(rgb(this.critical)),
+    };
   }
 
-  memory(category, index) { return MEMORY_COLOURS[category] ?? MEMORY_SPARE[index % MEMORY_SPARE.length]; }
+  memory(category, index) { return css(this.#memory(category, index)); }
+  memoryPixels(category, index) { return packed(this.#memory(category, index)); }
+
+  #memory(category, index) {
+    return mix(this.back, rgb(MEMORY_COLOURS[category] ?? MEMORY_SPARE[index % MEMORY_SPARE.length]), 0.72);
+  }
 }
 
 const VARIANTS = [...Array(8).keys()].map((i) => [i & 4, i & 2, i & 1]);

@@ -1,5 +1,7 @@
 // The page: selection, search, keys.
 
+const MOST_WAITS = 30; // how many a list shows before one asks for all
+
 class Page {
   constructor(data) {
     this.data = data;
@@ -34,6 +36,12 @@ class Page {
     });
   }
 
+  /** The same, where boxes may have other colours. */
+  recolour() {
+    for (const chart of this.charts) chart.shade();
+    this.invalidate();
+  }
+
   resize() {
     for (const chart of this.charts) chart.resize();
     this.invalidate();
@@ -56,6 +64,7 @@ class Page {
   toggle(option) {
     this.options[option] = !this.options[option];
     byId(option).setAttribute("aria-pressed", this.options[option]);
+    this.recolour();
     this.resize();
   }
 
@@ -63,7 +72,7 @@ class Page {
     new Tables(this).fill();
     this.#legend();
     this.#selected();
-    this.invalidate();
+    this.recolour();
   }
 
   // ------------------------------------------------------------------ selection
@@ -82,15 +91,12 @@ class Page {
       if (show) this.#bringIntoView(chart, box);
     }
     this.#selected();
-    this.invalidate();
+    this.recolour();
   }
 
   #mark({ timeline, marks }, box) {
-    for (const step of [timeline.before, timeline.after]) {
-      for (const i of timeline.closure(box, step)) marks[i] = MARK.chain;
-    }
-    for (const i of [...timeline.before(box), ...timeline.after(box)]) marks[i] = MARK.direct;
-    for (const i of timeline.members.get(timeline.meeting[box]) ?? []) marks[i] = MARK.direct;
+    for (const i of timeline.chain(box)) marks[i] = MARK.chain;
+    for (const i of [...timeline.before(box), ...timeline.after(box), ...timeline.meets(box)]) marks[i] = MARK.direct;
     marks[box] = MARK.self;
   }
 
@@ -135,7 +141,7 @@ class Page {
   follow(direction) {
     if (!this.selection) return;
     const { chart, box } = this.selection;
-    const [next] = chart.timeline[direction](box);
+    const [next] = inOrder(chart.timeline, box, direction);
     if (next !== undefined) this.select(chart, next, { show: true });
   }
 
@@ -157,7 +163,7 @@ class Page {
     this.hits = found[0] === null ? [] : found.flatMap((list, i) => list.map((box) => ({ chart: this.charts[i], box })));
     this.hit = -1;
     byId("matches").textContent = this.found ? `${this.hits.length} found` : "";
-    this.invalidate();
+    this.recolour();
   }
 
   nextHit(by) {
@@ -216,8 +222,8 @@ class Page {
       this.#name(chart, box),
       this.#factList(chart, box),
       ...this.#compared(chart, box, counterpart),
-      ...this.#waits("Waits for", chart, [...t.before(box)], t.away[box]),
-      ...this.#waits("Waits for it", chart, [...t.after(box)], 0),
+      ...this.#waits("Waits for", chart, box, "before", t.away[box]),
+      ...this.#waits("Waits for it", chart, box, "after", 0),
     );
     byId("spoken").textContent =
       `${t.text(box)}, ${this.facts(chart, box).map(([name, text]) => `${name} ${text}`).join(", ")}`;
@@ -237,15 +243,20 @@ class Page {
     ];
   }
 
-  #waits(title, chart, boxes, away) {
+  /** A list of what box waits for, or what waits for it; the rest of a long one is shown when asked for. */
+  #waits(title, chart, box, direction, away) {
+    const t = chart.timeline, boxes = inOrder(t, box, direction);
     if (!boxes.length && !away) return [];
-    const t = chart.timeline;
-    const items = boxes.slice(0, 30).map((i) => make("li", {}, make("button", { onclick: () => this.select(chart, i, { show: true }) },
+    const item = (i) => make("li", {}, make("button", { onclick: () => this.select(chart, i, { show: true }) },
       this.#swatch(boxColour(t.passOf[i], t.odd[i], t.isMessage(i), false)),
       make("span", {}, t.text(i)),
-      make("span", { class: "soft" }, `device ${t.device(i).device}`))));
-    const left = boxes.length - items.length;
-    if (left > 0) items.push(make("li", { class: "hint" }, `and ${left} more`));
+      direction === "before" ? binding(t.binds(i, box), "It started when this ended") : binding(t.binds(box, i), "This started when it ended"),
+      make("span", { class: "soft" }, `device ${t.device(i).device}`)));
+    const items = boxes.slice(0, MOST_WAITS).map(item), left = boxes.slice(MOST_WAITS);
+    if (left.length) {
+      const rest = make("li", {}, make("button", { class: "soft", onclick: () => rest.replaceWith(...left.map(item)) }, `and ${left.length} more`));
+      items.push(rest);
+    }
     if (away) items.push(make("li", { class: "hint" }, `${away} in an earlier part`));
     return [make("h3", {}, title), make("ul", { class: "waits" }, ...items)];
   }
@@ -338,7 +349,7 @@ class Page {
   }
 
   boxTip(chart, box) {
-    const t = chart.timeline, before = t.before(box);
+    const t = chart.timeline, before = t.before(box).filter((i) => t.binds(i, box));
     const waits = before.length ? before.slice(0, 3).map((i) => t.text(i)).join(", ") + (before.length > 3 ? ", …" : "") : "";
     const list = this.#factList(chart, box);
     if (waits) list.append(make("dt", {}, "waits for"), make("dd", {}, waits));
@@ -356,6 +367,15 @@ class Page {
     ];
   }
 }
+
+/** What box waits for (`before`) or what waits for it (`after`): first where the end of one let the other start, then those closest in time. */
+function inOrder(t, box, direction) {
+  const before = direction === "before";
+  const rank = (i) => (before ? [t.binds(i, box), -t.end[i]] : [t.binds(box, i), t.start[i]]);
+  return t[direction](box).map((i) => [i, ...rank(i)]).sort((a, b) => b[1] - a[1] || a[2] - b[2] || a[0] - b[0]).map(([i]) => i);
+}
+
+function binding(is, title) { return is ? make("span", { class: "badge", title }, "binding") : null; }
 
 /** The box of a lane that runs at `time`, or else the one that is closest. */
 function nearest(t, lane, time) {
