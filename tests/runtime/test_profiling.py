@@ -14,10 +14,6 @@ from piper import (
     strategies,
 )
 from piper.devices.links import LARGE, SMALL, LinkTimes
-from piper.directives.place import Place
-from piper.directives.replicate import Replicate
-from piper.directives.shard import Shard
-from piper.directives.split import Split
 from piper.models import MoE, MoEConfig, moe_loss
 from piper.models.transformer import Transformer, TransformerConfig, transformer_loss
 from piper.plan.topology import Contention

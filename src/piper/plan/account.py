@@ -327,16 +327,10 @@ class _Walk:
                 part = _Storage(mine)
                 fills = tuple((slot, part) for slot in instruction.outputs)
                 return _Flight((_Storage(mine * len(members)), part), fills)
-            case ExchangeExperts() | ExchangeCounts() | ExchangeRows() if instruction.ends:
-                return self._exchange(instruction, *self._exchanged(instruction))
-            case ExchangeExperts():
+            case ExchangeExperts() if instruction.ends is None:
                 return self._exchange_experts(instruction)
-            case ExchangeCounts(messages=messages):
-                return self._exchange(instruction, messages[0].nbytes, messages[0].nbytes)
-            case ExchangeRows(messages=messages):
-                # How many rows are sent and received depends on the data: at most as many as the larger side has room for.
-                largest = max(messages[0].nbytes, self._nbytes(instruction.inputs[0]))
-                return self._exchange(instruction, largest, largest)
+            case ExchangeExperts() | ExchangeCounts() | ExchangeRows():
+                return self._exchange(instruction)
             case _:
                 meeting = instruction.rendezvous()
                 messages = () if meeting is None else meeting.messages
@@ -360,23 +354,28 @@ class _Walk:
         received = result if joined == 0 else _Storage(nbytes // count * (count - 1))
         return _Flight((sent, received), ((slot, result),))
 
-    def _exchanged(
-        self, instruction: ExchangeExperts | ExchangeCounts | ExchangeRows
-    ) -> tuple[int, int]:
-        """At most the bytes that a member sends and receives: nothing on one that has no tokens, or experts, to send or receive for."""
-        assert instruction.ends is not None
-        position = instruction.members.index(self.mine.device)
-        senders = instruction.ends.holders if instruction.back else instruction.ends.sources
-        sent = self._nbytes(instruction.inputs[0]) if position in senders else 0
-        return sent, self._nbytes(instruction.outputs[0]) if instruction.outputs else 0
-
-    def _exchange(self, instruction: BucketCollective, sends: int, receives: int) -> _Flight:
+    def _exchange(self, instruction: ExchangeExperts | ExchangeCounts | ExchangeRows) -> _Flight:
         """A copy of what is sent, what is received, and the results, which are made of it."""
-        sent, received = _Storage(sends), _Storage(receives)
+        sent, received = (_Storage(nbytes) for nbytes in self._exchanged(instruction))
         made = tuple((slot, _Storage(self._nbytes(slot))) for slot in instruction.outputs)
         if isinstance(instruction, ExchangeCounts) and made:  # the matrix is what was received
             made = ((instruction.outputs[0], received), *made[1:])
         return _Flight((sent, received), made)
+
+    def _exchanged(
+        self, instruction: ExchangeExperts | ExchangeCounts | ExchangeRows
+    ) -> tuple[int, int]:
+        """At most the bytes that a member sends and receives."""
+        largest = instruction.messages[0].nbytes
+        if instruction.ends is None:
+            # How many rows are sent and received depends on the data: at most as many as the larger side has room for.
+            if isinstance(instruction, ExchangeRows):
+                largest = max(largest, self._nbytes(instruction.inputs[0]))
+            return largest, largest
+        position = instruction.members.index(self.mine.device)
+        senders = instruction.ends.holders if instruction.back else instruction.ends.sources
+        sent = self._nbytes(instruction.inputs[0]) if position in senders else 0
+        return sent, self._nbytes(instruction.outputs[0]) if instruction.outputs else 0
 
     def _nbytes(self, slot: Slot) -> int:
         return self.mine.slots[slot].message.nbytes
