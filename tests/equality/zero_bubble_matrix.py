@@ -1,4 +1,6 @@
-"""The matrix of schedules with split backwards: schedules × sizes × what is sharded × models, in float64."""
+"""The matrix of schedules with split backwards: schedules × sizes × what is sharded × models, in
+float64.
+"""
 
 import csv
 import platform
@@ -92,8 +94,9 @@ def all_cases() -> list[Case]:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A small part in which every pair of values of any two factors occurs that does so in the whole; greedy, deterministic, small
-    cases first."""
+    """A small part in which every pair of values of any two factors occurs that does so in the
+    whole; greedy, deterministic, small cases first.
+    """
     cases = sorted(all_cases(), key=lambda c: (c.num_chunks, str(c)))
     small = [case for case in cases if case.num_chunks <= SMALL]
     return tuple(cover(small, wanted=all_pairs(cases)))
@@ -173,7 +176,9 @@ BLOCKS = (Twice, Fused, _frozen, nn.Tanh, _norm)
 
 
 class Mixed(nn.Module):
-    """A block of another kind in each stage; stages of the first half are read again by those of the second."""
+    """A block of another kind in each stage; stages of the first half are read again by those of
+    the second.
+    """
 
     def __init__(self, num_stages: int) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The matrix of sharded strategies: schedules × what is sharded × sizes × recomputation × tied weights, in float64."""
+"""The matrix of sharded strategies: schedules × what is sharded × sizes × recomputation × tied
+weights, in float64.
+"""
 
 import csv
 import platform
@@ -42,7 +44,9 @@ FACTORS: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix; the fields are the factors. ``zero`` is the level of sharding (0: none)."""
+    """One cell of the matrix; the fields are the factors. ``zero`` is the level of sharding (0:
+    none).
+    """
 
     schedule: str
     zero: int
@@ -86,14 +90,17 @@ def sharded(case: Case) -> bool:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A small part of the matrix in which every pair of values of any two factors occurs, and does so among the strategies that shard
-    too; greedy, deterministic."""
+    """A small part of the matrix in which every pair of values of any two factors occurs, and does
+    so among the strategies that shard too; greedy, deterministic.
+    """
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.microbatches * c.num_stages, str(c)))
     return tuple(cover([c for c in cases if sharded(c)], cases))
 
 
 def strategy(case: Case) -> list[Directive]:
-    """The directives of *case*. A group of one replica is replicated too: nothing is left to shard."""
+    """The directives of *case*. A group of one replica is replicated too: nothing is left to
+    shard.
+    """
     groups = [list(range(case.dp * rank, case.dp * (rank + 1))) for rank in range(case.pp)]
     directives = piper.strategies.pipeline(
         case.schedule, groups, case.microbatches, num_virtual_stages=case.virtual
