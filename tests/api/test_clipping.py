@@ -117,9 +117,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("name", ["pp", "pp × dp"])
 def test_one_stage_with_gradients_a_hundred_times_as_large(norm_type, name):
-    """Case 20 of those that other frameworks get wrong: each stage must not clip by its own
-    norm.
-    """
+    """Each stage must not clip by its own norm."""
     assert_clipped_equal(Model(), mse, strategy(LAYOUTS[name]), norm_type=norm_type)
 
 

@@ -157,9 +157,8 @@ def _there_and_back():
 
 @pytest.mark.parametrize(("optimizer", "source", "target"), list(_there_and_back()))
 def test_training_goes_on_under_another_layout(optimizer, source, target, tmp_path):
-    """Case 18 of those that other frameworks get wrong: parameters, moments, step counts and
-    learning rates, there and back, and the steps that follow are those of plain PyTorch without
-    interruption.
+    """Parameters, moments, step counts and learning rates, there and back: the steps that follow
+    are those of plain PyTorch without interruption.
     """
     losses, state = in_plain_pytorch(optimizer)
     with compiled(source, optimizer) as first:

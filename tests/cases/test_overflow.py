@@ -85,9 +85,7 @@ ALL = [(zero, norm) for zero in range(4) for norm in (None, 0.05)]
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in ALL],
 )
 def test_all_devices_skip_the_step(zero, max_grad_norm):
-    """Case 27 of those that other frameworks get wrong: nothing changes anywhere, the scale is
-    halved, training goes on as in one process.
-    """
+    """Nothing changes anywhere, the scale is halved, training goes on as in one process."""
     loss = weighted if zero % 2 else mse
     options = {"optimizer": adam, "precision": PRECISION, "max_grad_norm": max_grad_norm}
     report = piper.check(Model(), loss, strategy(zero), data, steps=5, **options)
