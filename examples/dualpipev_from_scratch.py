@@ -16,7 +16,9 @@ Filter = dict[str, int | str]
 
 
 def dualpipev(rank: int, num_ranks: int, num_microbatches: int) -> piper.Order:
-    """The order of the rank that holds stage r, on the way down, and stage 2·R − 1 − r, on the way up."""
+    """The order of the rank that holds stage r, on the way down, and stage 2·R − 1 − r, on the way
+    up.
+    """
     down, up, left = rank, 2 * num_ranks - 1 - rank, num_ranks - 1 - rank
     forwards, backwards, waiting = Counter[int](), Counter[int](), deque[Filter]()
 

@@ -2,6 +2,7 @@
 
 import signal
 
-# A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
+# A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

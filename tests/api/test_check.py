@@ -1,4 +1,6 @@
-"""Can ``piper.check`` be fooled? Each test breaks one thing on the way from plan to result, in a way that trains without an error."""
+"""Can ``piper.check`` be fooled? Each test breaks one thing on the way from plan to result, in a
+way that trains without an error.
+"""
 
 import io
 import threading
@@ -48,7 +50,9 @@ class Tampered(InProcessBackend):
 def instructions(
     change: Callable[[int, Instruction], Instruction], first_only: type[Instruction] | None = None
 ) -> Change:
-    """A change of instructions: each (with *first_only*, the first of that type only), given its device."""
+    """A change of instructions: each (with *first_only*, the first of that type only), given its
+    device.
+    """
 
     def changed(plan: Plan) -> Plan:
         done = False
@@ -330,7 +334,9 @@ def test_no_steps_are_refused():
 
 
 def test_batch_statistics_are_pointed_out():
-    """BatchNorm over microbatches is another model than BatchNorm over the batch: equal to the reference, with a note."""
+    """BatchNorm over microbatches is another model than BatchNorm over the batch: equal to the
+    reference, with a note.
+    """
 
     class Normalised(nn.Module):
         def __init__(self) -> None:

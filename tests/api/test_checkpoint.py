@@ -385,7 +385,9 @@ def test_a_file_lost_while_it_is_read_closes_the_trainer(original, monkeypatch):
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_processes_write_and_read_their_own_files(tmp_path, monkeypatch):
-    """Saved by processes and loaded by threads, and the other way round; a relative path is the driver's."""
+    """Saved by processes and loaded by threads, and the other way round; a relative path is the
+    driver's.
+    """
     model = Model(3.0, tied=True)
     pipeline = strategy([[0], [1]])
     with compiled(pipeline, model) as threads, compiled(model=model, backend="ray") as processes:

@@ -1,4 +1,6 @@
-"""Clipping by the norm of all gradients together, against ``torch.nn.utils.clip_grad_norm_`` in one process."""
+"""Clipping by the norm of all gradients together, against ``torch.nn.utils.clip_grad_norm_`` in one
+process.
+"""
 
 import copy
 import math
@@ -23,8 +25,9 @@ NORMS = [2.0, math.inf]
 
 
 class Model(nn.Module):
-    """Two stages; the gradients of the second are *factor* times as large. ``shared`` is used in both; sizes that no group
-    divides."""
+    """Two stages; the gradients of the second are *factor* times as large. ``shared`` is used in
+    both; sizes that no group divides.
+    """
 
     def __init__(self, factor: float = 100.0, *, tied: bool = False) -> None:
         super().__init__()
@@ -114,7 +117,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("name", ["pp", "pp × dp"])
 def test_one_stage_with_gradients_a_hundred_times_as_large(norm_type, name):
-    """Case 20 of those that other frameworks get wrong: each stage must not clip by its own norm."""
+    """Each stage must not clip by its own norm."""
     assert_clipped_equal(Model(), mse, strategy(LAYOUTS[name]), norm_type=norm_type)
 
 
@@ -248,8 +251,9 @@ def test_without_it_there_is_no_norm():
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_gradients_that_are_not_finite(norm_type, bad):
-    """As with ``error_if_nonfinite=False``: a norm that is none spoils every parameter of every stage, an infinite one stops all
-    finite gradients."""
+    """As with ``error_if_nonfinite=False``: a norm that is none spoils every parameter of every
+    stage, an infinite one stops all finite gradients.
+    """
     inputs, targets = BATCH[0].clone(), BATCH[1]
     inputs[0, 0] = bad
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2))

@@ -1,4 +1,6 @@
-"""Mixed precision as users meet it: compile, check, evaluate, saved weights, accumulation, a scaled loss."""
+"""Mixed precision as users meet it: compile, check, evaluate, saved weights, accumulation, a scaled
+loss.
+"""
 
 import copy
 import math
@@ -29,8 +31,8 @@ def data(step=0, rows=8):
 
 
 class Model(nn.Module):
-    """A scalar, a weight shared by both stages, a frozen weight, one that is read but not trained through, one that nothing uses, a
-    buffer; sizes that no group divides.
+    """A scalar, a weight shared by both stages, a frozen weight, one that is read but not trained
+    through, one that nothing uses, a buffer; sizes that no group divides.
     """
 
     def __init__(self):
@@ -107,7 +109,9 @@ def compiled(how, batch=None, loss=mse, model=None, **options):
     "how", [*(strategy(**options) for options in ZERO), HYBRID], ids=[0, 1, 2, 3, "hybrid"]
 )
 def test_equal_to_one_process(how):
-    """What is shared between stages, frozen, only read, not used; sliced where a group shards, whole where not."""
+    """What is shared between stages, frozen, only read, not used; sliced where a group shards,
+    whole where not.
+    """
     precision = FP16 if "shard_grads=True" in str(how) else "bf16"
     report = piper.check(Model(), mse, how, data, optimizer=adam, steps=3, precision=precision)
     report.require()
@@ -183,7 +187,9 @@ def test_the_reference_is_plain_pytorch_where_that_is_simple():
 
 @pytest.mark.parametrize("options", SOME, ids=str)
 def test_saved_weights_are_the_master_weights(options):
-    """More than bfloat16 holds, under the user's names; equal under every layout; loaded everywhere."""
+    """More than bfloat16 holds, under the user's names; equal under every layout; loaded
+    everywhere.
+    """
     with compiled(strategy(**options)) as trainer:
         start = trainer.state_dict()
         for name, tensor in Model().state_dict().items():
@@ -259,7 +265,9 @@ def test_evaluation_computes_in_the_compute_type():
 
 @pytest.mark.parametrize(("loss", "options"), [(mse, ZERO[3]), (weighted, ZERO[0])])
 def test_accumulation_under_a_scaled_loss(options, loss):
-    """Each call's gradients are divided by the scale of that call, and kept; a sum that is not finite updates nothing and is dropped."""
+    """Each call's gradients are divided by the scale of that call, and kept; a sum that is not
+    finite updates nothing and is dropped.
+    """
     bad = (data(5)[0] * math.inf, data(5)[1])
 
     def train(precision):

@@ -1,4 +1,6 @@
-"""Measured timelines: everything is recorded, in an order that the plan allows, and training goes on as if nothing had been measured."""
+"""Measured timelines: everything is recorded, in an order that the plan allows, and training goes
+on as if nothing had been measured.
+"""
 
 import itertools
 

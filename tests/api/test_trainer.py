@@ -126,7 +126,9 @@ def test_fit_with_too_little_data():
 
 
 def test_a_flag_that_changes():
-    """A constant of the batch is part of the plan: a new value is captured anew, an old one is found again."""
+    """A constant of the batch is part of the plan: a new value is captured anew, an old one is
+    found again.
+    """
 
     class Flagged(nn.Module):
         def __init__(self) -> None:
@@ -174,7 +176,9 @@ def still(parameters):
 
 
 def test_the_models_mode_is_looked_at_in_every_step():
-    """A step after ``model.eval()`` has no dropout, as in PyTorch; after ``model.train()`` it has again."""
+    """A step after ``model.eval()`` has no dropout, as in PyTorch; after ``model.train()`` it has
+    again.
+    """
     model = Switched().double()
     batch = batch_of(0)
     with compiled(model, optimizer=still) as trainer:
@@ -187,7 +191,9 @@ def test_the_models_mode_is_looked_at_in_every_step():
 
 
 def test_parameters_that_are_frozen_later():
-    """From the next step on they keep their values; thawing what the optimizer never saw is refused."""
+    """From the next step on they keep their values; thawing what the optimizer never saw is
+    refused.
+    """
     model = mlp()
     with compiled(model) as trainer:
         trainer.step(*batch_of(0))
@@ -210,7 +216,9 @@ def test_parameters_that_are_frozen_later():
 
 @pytest.mark.parametrize("kind", ["iterator", "random"])
 def test_data_that_does_not_depend_on_the_step_alone(kind):
-    """Called on each device that loads inputs: the inputs of one batch would meet the targets of another, of equal shape."""
+    """Called on each device that loads inputs: the inputs of one batch would meet the targets of
+    another, of equal shape.
+    """
     iterator = (batch_of(step) for step in range(10**6))
     lock = threading.Lock()
 
@@ -249,7 +257,9 @@ def test_evaluate_without_an_optimizer():
 
 
 class Stateful(nn.Module):
-    """Tied weights, buffers of several types, one not persistent, a frozen and an unused parameter."""
+    """Tied weights, buffers of several types, one not persistent, a frozen and an unused
+    parameter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +315,9 @@ def test_a_state_dict_is_a_copy():
 
 
 def test_load_state_dict():
-    """Another model's weights, under the same strategy: training goes on from them, on every copy."""
+    """Another model's weights, under the same strategy: training goes on from them, on every
+    copy.
+    """
     torch.manual_seed(7)
     other = MLP(mlp().config).double()
     with compiled() as trainer:
@@ -491,7 +503,9 @@ def test_data_that_raises_on_a_worker():
 
 
 def test_a_tied_embedding_in_the_users_hands():
-    """The tied name of either side is in the state_dict; a model loaded from it computes the trained loss."""
+    """The tied name of either side is in the state_dict; a model loaded from it computes the
+    trained loss.
+    """
     torch.manual_seed(0)
     config = TransformerConfig(
         vocab_size=7,

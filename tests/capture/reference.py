@@ -1,4 +1,6 @@
-"""A tiny evaluator of captured DAGs, and the comparison of one step with eager PyTorch in float64."""
+"""A tiny evaluator of captured DAGs, and the comparison of one step with eager PyTorch in
+float64.
+"""
 
 import copy
 import math

@@ -523,7 +523,9 @@ def test_auxiliary_losses() -> None:
 
 
 class Shared(nn.Module):
-    """A mask and a rotary table, made from the batch outside all regions and used by every stage."""
+    """A mask and a rotary table, made from the batch outside all regions and used by every
+    stage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -576,7 +578,8 @@ def test_region_that_starts_early_is_one_chunk() -> None:
 
 class Autocast(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Eager autocast casts a weight once for all its uses and adds their gradients in the short type.
+        # Eager autocast casts a weight once for all its uses and adds their gradients in the short
+        # type.
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             for index, layer in enumerate(self.layers):
                 with annotate("PP"):

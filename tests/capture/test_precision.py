@@ -107,7 +107,9 @@ SEEN: list[list[torch.dtype]] = []
 
 
 class Seen(nn.Module):
-    """Notes the types that its forward sees. Its buffer, a complex and a frozen parameter, a weight that is used twice."""
+    """Notes the types that its forward sees. Its buffer, a complex and a frozen parameter, a weight
+    that is used twice.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Train a model under a strategy on threads, and in plain PyTorch, in float64; every device's copy of everything must agree."""
+"""Train a model under a strategy on threads, and in plain PyTorch, in float64; every device's copy
+of everything must agree.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -32,7 +34,9 @@ def assert_equal(
     steps: int = 2,
     **backend: object,
 ) -> Plan:
-    """Train *steps* steps on *batch* (rolled by one row each time) both ways; raise unless all is equal."""
+    """Train *steps* steps on *batch* (rolled by one row each time) both ways; raise unless all is
+    equal.
+    """
     model = copy.deepcopy(model).double()
     batches = [rolled(batch, step) for step in range(steps)]
     program = Programs(model, loss_fn, strategy).training(batches[0])

@@ -1,4 +1,6 @@
-"""A model whose stage 1 fails in the backward of the microbatch that the batch says; importable by worker processes."""
+"""A model whose stage 1 fails in the backward of the microbatch that the batch says; importable by
+worker processes.
+"""
 
 import torch
 from torch import nn
@@ -9,7 +11,9 @@ STAGES = 2
 
 
 class Exploding(nn.Module):
-    """``index`` [B] int64 is looked up in the backward of stage 1: an index that the table does not have raises there."""
+    """``index`` [B] int64 is looked up in the backward of stage 1: an index that the table does not
+    have raises there.
+    """
 
     def __init__(self) -> None:
         super().__init__()

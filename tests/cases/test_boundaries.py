@@ -63,7 +63,9 @@ def test_ids_masks_and_tables_without_a_gradient():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("combine", [torch.add, torch.mul])
 def test_skip_connections_across_stages(schedule, combine):
-    """A U over four stages: 0 → 3 and 1 → 2. (Added skips have no saved tensor at all, multiplied ones have.)"""
+    """A U over four stages: 0 → 3 and 1 → 2. (Added skips have no saved tensor at all, multiplied
+    ones have.)
+    """
 
     class U(nn.Module):
         def __init__(self) -> None:
@@ -85,7 +87,9 @@ def test_skip_connections_across_stages(schedule, combine):
 
 @pytest.mark.parametrize("split", ["chunk", "unbind", "split"])
 def test_the_parts_of_a_multi_output_operation_go_to_different_stages(split):
-    """A fused projection; one part stays, the other is needed one stage on: their gradients come from two devices."""
+    """A fused projection; one part stays, the other is needed one stage on: their gradients come
+    from two devices.
+    """
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -148,7 +152,9 @@ def test_views_that_are_not_contiguous(view):
 
 @pytest.mark.parametrize("where", ["input", "boundary", "batch"])
 def test_a_stage_that_begins_with_an_in_place_operation(where):
-    """On what the stage before it made, on a view of that, or on a batch tensor's copy. Five steps."""
+    """On what the stage before it made, on a view of that, or on a batch tensor's copy. Five
+    steps.
+    """
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -173,7 +179,9 @@ def test_a_stage_that_begins_with_an_in_place_operation(where):
 
 
 def test_every_stage_needs_the_keyword_arguments():
-    """A mask, position ids and a flag reach the later stages from the loader, not from stage to stage."""
+    """A mask, position ids and a flag reach the later stages from the loader, not from stage to
+    stage.
+    """
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -204,7 +212,9 @@ def test_every_stage_needs_the_keyword_arguments():
 
 
 def test_a_boundary_tensor_that_two_later_stages_and_the_loss_read():
-    """One value, many readers on other devices: their gradients are summed on its device, each counted once."""
+    """One value, many readers on other devices: their gradients are summed on its device, each
+    counted once.
+    """
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -14,14 +14,17 @@ from piper.schedules import one_f_one_b
 pytestmark = pytest.mark.timeout(120)
 
 MICROBATCHES = 4
-"""In all, so that every layout draws the same random numbers and sums in the same order but for the reductions."""
+"""In all, so that every layout draws the same random numbers and sums in the same order but for the
+reductions.
+"""
 
 BEFORE, AFTER = 3, 2
 
 
 class Model(nn.Module):
-    """Four stages. ``shared`` is in the first and the last; ``count`` is written by the forward; sizes that no group divides; ``late`` is first
-    used after the checkpoint, ``frozen`` never trained.
+    """Four stages. ``shared`` is in the first and the last; ``count`` is written by the forward;
+    sizes that no group divides; ``late`` is first used after the checkpoint, ``frozen`` never
+    trained.
     """
 
     def __init__(self, dropout: float = 0.0) -> None:
@@ -82,7 +85,9 @@ def batch_of(step):
 
 
 def compiled(layout, optimizer="adamw", *, dropout=0.0, disturb=0.0, **options):
-    """A trainer with other weights and another seed than the one that saves has: all that matters must come from the checkpoint."""
+    """A trainer with other weights and another seed than the one that saves has: all that matters
+    must come from the checkpoint.
+    """
     model = Model(dropout).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -152,8 +157,8 @@ def _there_and_back():
 
 @pytest.mark.parametrize(("optimizer", "source", "target"), list(_there_and_back()))
 def test_training_goes_on_under_another_layout(optimizer, source, target, tmp_path):
-    """Case 18 of those that other frameworks get wrong: parameters, moments, step counts and learning rates, there and back, and the steps that
-    follow are those of plain PyTorch without interruption.
+    """Parameters, moments, step counts and learning rates, there and back: the steps that follow
+    are those of plain PyTorch without interruption.
     """
     losses, state = in_plain_pytorch(optimizer)
     with compiled(source, optimizer) as first:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: cases 5, 11, 18, 28 and 30 of those that users of other systems ran into."""
+"""Mixtures of experts in situations that users of other systems ran into."""
 
 import copy
 

@@ -49,7 +49,9 @@ def test_the_model_is_fine_without_the_bad_index():
     ],
 )
 def test_a_worker_raises_in_the_backward_of_one_microbatch(backend):
-    """Microbatch 2, stage 1. The other worker waits for its gradient: it must not wait for ever, nor hide the cause."""
+    """Microbatch 2, stage 1. The other worker waits for its gradient: it must not wait for ever,
+    nor hide the cause.
+    """
     threads = threading.active_count()
     with trainer(backend) as running:
         running.step(*exploding.batch(8, None))
@@ -70,7 +72,9 @@ def test_a_worker_raises_in_the_backward_of_one_microbatch(backend):
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_worker_is_killed_in_the_middle_of_a_run():
-    """SIGKILL: no exception, no goodbye. The driver raises soon and no process of the run is left."""
+    """SIGKILL: no exception, no goodbye. The driver raises soon and no process of the run is
+    left.
+    """
     with trainer("ray") as running:
         running.step(*exploding.batch(8, None))
         workers = _actors()
@@ -132,7 +136,9 @@ with piper.compile(model, mlp_loss, strategy, batch, backend="%s",
     ],
 )
 def test_the_true_loss_and_no_noise(backend):
-    """A V over four workers: the loss is made on the first device. One line on stdout, at most one per warning on stderr."""
+    """A V over four workers: the loss is made on the first device. One line on stdout, at most one
+    per warning on stderr.
+    """
     ran = subprocess.run(
         [sys.executable, "-c", QUIET % backend],
         capture_output=True,
@@ -152,7 +158,9 @@ def test_the_true_loss_and_no_noise(backend):
 
 @pytest.mark.timeout(60)
 def test_a_peer_that_never_comes_is_an_error_after_the_time_limit():
-    """A device that is busy for longer than the limit: the waiting one gives up by name, instead of waiting for ever."""
+    """A device that is busy for longer than the limit: the waiting one gives up by name, instead of
+    waiting for ever.
+    """
 
     def slow(step: int):
         if step == 1 and threading.current_thread().name.endswith(" 0"):
@@ -168,7 +176,9 @@ def test_a_peer_that_never_comes_is_an_error_after_the_time_limit():
 
 @pytest.mark.timeout(60)
 def test_numbers_that_are_not_finite_are_passed_on_as_they_are():
-    """An infinite input gives the loss that PyTorch gives, not an exception and not a smaller number."""
+    """An infinite input gives the loss that PyTorch gives, not an exception and not a smaller
+    number.
+    """
     (x, index), y = exploding.batch(8, None)
     with trainer("inprocess") as running:
         x[3] = torch.inf

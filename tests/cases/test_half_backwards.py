@@ -1,4 +1,6 @@
-"""Half backwards in the situations that other frameworks get wrong. The matrix is tests/equality/test_split_backward.py."""
+"""Half backwards in the situations that other frameworks get wrong. The matrix is
+tests/equality/test_split_backward.py.
+"""
 
 import pytest
 import torch
@@ -65,7 +67,9 @@ def test_a_parameter_hook_is_refused():
 
 
 def test_gradients_sent_late_and_in_another_order():
-    """Stage 1 runs two BI before stage 0 takes either; each gradient must be its own microbatch's."""
+    """Stage 1 runs two BI before stage 0 takes either; each gradient must be its own
+    microbatch's.
+    """
     strategy = [
         *piper.placements.chain([[0], [1], [2]]),
         piper.Split({}, num_microbatches=4),
@@ -115,8 +119,8 @@ def test_batch_norm_writes_its_buffers_once_per_microbatch():
 
 
 def two_ways() -> list[piper.Order]:
-    """DualPipe on two ranks: 0 and 1 flow down, 2 and 3 up. Each rank is the first stage of one flow and the last of the other; a
-    forward of one overlaps a backward of the other.
+    """DualPipe on two ranks: 0 and 1 flow down, 2 and 3 up. Each rank is the first stage of one
+    flow and the last of the other; a forward of one overlaps a backward of the other.
     """
 
     def rank(near: tuple[int, int], far: tuple[int, int]) -> piper.Order:
@@ -154,7 +158,9 @@ ZERO = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": T
     ids=str,
 )
 def test_two_flows(kind, zero, replicas):
-    """Each stage's parameters are on two groups, one per direction; their contributions are summed over both."""
+    """Each stage's parameters are on two groups, one per direction; their contributions are summed
+    over both.
+    """
     groups = [list(range(g * replicas, (g + 1) * replicas)) for g in range(2)]
     strategy = [
         piper.Split({}, num_microbatches=4),
@@ -169,7 +175,9 @@ def test_two_flows(kind, zero, replicas):
 
 
 def test_evaluation_and_accumulated_gradients():
-    """A strategy of half backwards evaluates, too (there is no backward then), and adds up gradients over steps."""
+    """A strategy of half backwards evaluates, too (there is no backward then), and adds up
+    gradients over steps.
+    """
     model = model_of("normed", 2)
     strategy = [
         *piper.placements.chain([[0], [1]]),

@@ -33,7 +33,8 @@ def padded_targets(rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_a_mean_over_valid_tokens_that_differ_from_row_to_row(tied, optimizer):
-    """Averaging the microbatches' means would weight a token by how few there are in its microbatch.
+    """Averaging the microbatches' means would weight a token by how few there are in its
+    microbatch.
 
     One of the microbatches (one row each) has no valid token at all.
     """
@@ -99,7 +100,9 @@ def test_a_batch_without_any_valid_token_is_not_a_number_as_in_pytorch():
 
 
 def test_a_first_microbatch_without_any_valid_token():
-    """Compiling compares one microbatch with PyTorch; one without weight says nothing and divides by nothing."""
+    """Compiling compares one microbatch with PyTorch; one without weight says nothing and divides
+    by nothing.
+    """
     torch.manual_seed(0)
     model = Transformer(
         TransformerConfig(vocab_size=VOCABULARY, context=LENGTH, width=4, num_layers=1, num_heads=1)
@@ -115,7 +118,9 @@ def test_a_first_microbatch_without_any_valid_token():
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_the_scale_of_gradients_does_not_depend_on_stages_or_microbatches(microbatches):
-    """SGD without clipping shows a gradient that is scaled once per stage, or not at all, on each of three stages."""
+    """SGD without clipping shows a gradient that is scaled once per stage, or not at all, on each
+    of three stages.
+    """
     torch.manual_seed(0)
     model = MLP(MLPConfig(in_features=3, width=4, out_features=2, num_layers=3, num_stages=3))
     strategy = piper.strategies.pipeline("1f1b", [[0], [1], [2]], microbatches)
@@ -147,7 +152,9 @@ def test_a_batch_that_the_replicas_do_not_divide_is_refused():
 
 
 def test_an_auxiliary_loss_of_an_inner_stage():
-    """A router's loss, computed in stage 0, added in the last: weighted like the rest, whatever M is."""
+    """A router's loss, computed in stage 0, added in the last: weighted like the rest, whatever M
+    is.
+    """
 
     class Routed(nn.Module):
         def __init__(self) -> None:

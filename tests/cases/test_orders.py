@@ -65,7 +65,8 @@ def test_members_of_a_group_may_overlap():
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs"])
 @pytest.mark.parametrize("delay_seed", [0, 1])
 def test_previous_and_next_neighbour_are_the_same_device(schedule, delay_seed):
-    """Two devices with two stages each; messages of 1 MB and more, each late by a random time, receive buffers poisoned.
+    """Two devices with two stages each; messages of 1 MB and more, each late by a random time,
+    receive buffers poisoned.
 
     Sends of both directions are under way at once; a cycle of blocking sends would hang here.
     """
@@ -132,7 +133,9 @@ def test_a_cyclic_order_is_refused_with_a_picture_of_the_cycle(case):
 
 
 def test_crossed_orders_of_two_devices():
-    """Device 0 wants microbatch 1 back first; device 1 starts microbatch 1 only after the backward of 0 has been sent and received."""
+    """Device 0 wants microbatch 1 back first; device 1 starts microbatch 1 only after the backward
+    of 0 has been sent and received.
+    """
     strategy = [
         *placed(0, 1, 0),
         piper.Split({}, num_microbatches=2),
@@ -170,7 +173,9 @@ def test_a_region_that_nobody_placed_is_refused_by_name():
 
 
 def test_a_schedule_for_other_stages_than_the_model_has():
-    """Four stages' schedule for a model of three is refused; a schedule of fewer leaves the rest in any legal order."""
+    """Four stages' schedule for a model of three is refused; a schedule of fewer leaves the rest in
+    any legal order.
+    """
     groups = [[0], [1], [2]]
     wrong = [
         *piper.placements.chain(groups),
@@ -210,7 +215,9 @@ def test_no_order_at_all():
 
 
 def test_placement_that_depends_on_the_microbatch():
-    """Half of the microbatches flow down, half up, as under DualPipe: each stage's parameters live on two devices."""
+    """Half of the microbatches flow down, half up, as under DualPipe: each stage's parameters live
+    on two devices.
+    """
     strategy = [
         piper.Split({}, num_microbatches=4),
         *piper.placements.two_way([[0], [1]], 4),
@@ -219,7 +226,9 @@ def test_placement_that_depends_on_the_microbatch():
 
 
 def test_groups_of_unequal_size_and_groups_that_cross():
-    """Microbatches on groups of one and of two devices; a group that feeds itself in another order."""
+    """Microbatches on groups of one and of two devices; a group that feeds itself in another
+    order.
+    """
     unequal = [
         piper.Split({}, num_microbatches=4),
         piper.Place({"MB": [0, 2]}, devices=[0]),

@@ -16,7 +16,9 @@ PRECISION = piper.Precision(
 
 
 def data(step):
-    """In step 2 the second stage, on the second replica's last microbatch alone, has an infinite gradient; the first stage has none."""
+    """In step 2 the second stage, on the second replica's last microbatch alone, has an infinite
+    gradient; the first stage has none.
+    """
     make = torch.Generator().manual_seed(step)
     x, y = torch.randn(8, 4, generator=make), torch.randn(8, 3, generator=make)
     blown = torch.zeros(8, 1)
@@ -35,7 +37,8 @@ class Model(nn.Module):
         with piper.annotate("PP", 0):
             x = self.first(x).tanh()
         with piper.annotate("PP", 1):
-            # The bias's gradient is infinite, the gradient that goes back to the first stage is not.
+            # The bias's gradient is infinite, the gradient that goes back to the first stage is
+            # not.
             y = self.second(x)
             return y + _Exploding.apply(self.second.bias * torch.ones_like(y), blown)
 
@@ -82,7 +85,7 @@ ALL = [(zero, norm) for zero in range(4) for norm in (None, 0.05)]
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in ALL],
 )
 def test_all_devices_skip_the_step(zero, max_grad_norm):
-    """Case 27 of those that other frameworks get wrong: nothing changes anywhere, the scale is halved, training goes on as in one process."""
+    """Nothing changes anywhere, the scale is halved, training goes on as in one process."""
     loss = weighted if zero % 2 else mse
     options = {"optimizer": adam, "precision": PRECISION, "max_grad_norm": max_grad_norm}
     report = piper.check(Model(), loss, strategy(zero), data, steps=5, **options)

@@ -80,7 +80,9 @@ class Dropped(nn.Module):
 
 @pytest.mark.parametrize("rows", [16, 8, 6, 5, 1])
 def test_evaluation_between_training_steps(rows):
-    """Twice the training batch, the same, fewer rows, a number that divides nothing, one. Training goes on as if nothing had been."""
+    """Twice the training batch, the same, fewer rows, a number that divides nothing, one. Training
+    goes on as if nothing had been.
+    """
     torch.manual_seed(0)
     model = Dropped().double()
     batches = [(randn(8, 3, seed=s), randn(8, 2, seed=s + 9)) for s in range(4)]

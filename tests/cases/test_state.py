@@ -1,4 +1,6 @@
-"""Parameters and buffers that are special: unused, frozen, shared, not persistent, written by the forward."""
+"""Parameters and buffers that are special: unused, frozen, shared, not persistent, written by the
+forward.
+"""
 
 import copy
 
@@ -31,7 +33,9 @@ class Branching(nn.Module):
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_parameter_that_this_step_does_not_use(optimizer, replicas):
-    """No gradient means no update: no weight decay, no momentum, no count of steps. (A zero gradient would move it.)"""
+    """No gradient means no update: no weight decay, no momentum, no count of steps. (A zero
+    gradient would move it.)
+    """
     torch.manual_seed(0)
     model = Branching().double()
     groups = [list(range(replicas)), list(range(replicas, 2 * replicas))]
@@ -73,7 +77,9 @@ class SometimesTied(nn.Module):
 
 @pytest.mark.parametrize("flags", [(True, False, True), (False, True, False)])
 def test_a_weight_that_a_stage_uses_in_some_steps_only(flags):
-    """The copy that a step leaves out would be out of date at the next one: equal, or refused at that step, never silently stale."""
+    """The copy that a step leaves out would be out of date at the next one: equal, or refused at
+    that step, never silently stale.
+    """
     torch.manual_seed(0)
     model = SometimesTied().double()
     batches = [
@@ -187,7 +193,9 @@ class TiedFourTimes(nn.Module):
 
 
 class Borrowed(nn.Module):
-    """Stage 1 reads a weight that only stage 0 trains: without a gradient, or in the forward only."""
+    """Stage 1 reads a weight that only stage 0 trains: without a gradient, or in the forward
+    only.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -266,7 +274,9 @@ def test_replicas_that_write_a_buffer_need_a_choice():
 
 @pytest.mark.parametrize("choice", ["first", "mean"])
 def test_replicated_buffers(choice):
-    """``first``: the statistics of replica 0's microbatches. ``mean``: those of every replica, averaged; counts stay counts."""
+    """``first``: the statistics of replica 0's microbatches. ``mean``: those of every replica,
+    averaged; counts stay counts.
+    """
     torch.manual_seed(0)
     model = Norms().double()
     batch = (randn(12, 3), randn(12, 2, seed=1))

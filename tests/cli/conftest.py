@@ -16,7 +16,9 @@ SECTIONS = {
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a small configuration, with sections of its own in place of the usual ones, and its text."""
+    """Writes a small configuration, with sections of its own in place of the usual ones, and its
+    text.
+    """
     text = "".join(f"the {i}th line counts {i * i}\n" for i in range(200))
     (tmp_path / "text.txt").write_text(text)
 

@@ -27,8 +27,9 @@ def test_the_table_counts_messages_and_bytes(piper, write):
     strategy = SECTIONS["strategy"].replace("[[0], [1]]", "[[0, 1], [2, 3]]")
     lines = shown(piper("plan", write(strategy=strategy)))
     row, _ = [line.split() for line in lines if line.lstrip().startswith("2 ")]
-    # Stage 1: a block of width 16 (two norms 2·2·16, attention 4·16² + 4·16, MLP 2·2·16² + 3·16), the last norm
-    # 2·16, the head 256·16; float32. Two microbatches of one row of 8 × 16 float32 each way; all gradients reduced.
+    # Stage 1: a block of width 16 (two norms 2·2·16, attention 4·16² + 4·16, MLP 2·2·16² + 3·16),
+    # the last norm 2·16, the head 256·16; float32. Two microbatches of one row of 8 × 16 float32
+    # each way; all gradients reduced.
     parameters = 64 + 1024 + 64 + 1024 + 48 + 32 + 4096
     size = f"{parameters * 4 / 1024:.3g}"
     assert row == [

@@ -112,7 +112,9 @@ def test_bytes_that_are_no_text_do_not_reach_the_terminal(reported):
 
 
 def interrupted(path, folder, presses=1):
-    """Starts ``piper train`` in a session of its own, presses Ctrl-C once it trains; exit status, output, survivors."""
+    """Starts ``piper train`` in a session of its own, presses Ctrl-C once it trains; exit status,
+    output, survivors.
+    """
     command = [sys.executable, "-c", "from piper.cli.main import app; app()", "train", str(path)]
     process = subprocess.Popen(
         command,
@@ -135,7 +137,9 @@ def interrupted(path, folder, presses=1):
 
 
 def survivors(session, patience=10.0):
-    """Processes of a session that are still there after a while: Ray's helpers take a moment to go."""
+    """Processes of a session that are still there after a while: Ray's helpers take a moment to
+    go.
+    """
     deadline = time.monotonic() + patience
     while True:
         found = []

@@ -1,4 +1,6 @@
-"""Host memory of a CPU device: contents, layout, sharing, asynchrony, and that nothing is left of it."""
+"""Host memory of a CPU device: contents, layout, sharing, asynchrony, and that nothing is left of
+it.
+"""
 
 import gc
 import os

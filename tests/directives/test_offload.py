@@ -19,7 +19,9 @@ from piper.plan.memory import Category
 
 
 class Stages(nn.Module):
-    """Three stages, of which the middle one's input is needed by its backward (a product of activations)."""
+    """Three stages, of which the middle one's input is needed by its backward (a product of
+    activations).
+    """
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -105,7 +107,9 @@ def test_it_does_not_matter_when_it_is_said(at):
 
 
 def test_what_another_region_keeps_anyway_stays():
-    """On one device, a stage's output is saved by the next: it is moved only if both regions are offloaded."""
+    """On one device, a stage's output is saved by the next: it is moved only if both regions are
+    offloaded.
+    """
     dag = captured()
     one = piper.apply(dag, [piper.Offload({"PP": 1})])
     both = piper.apply(dag, [piper.Offload({"PP": [1, 2]})])
@@ -163,9 +167,11 @@ def test_memory_is_moved_once_and_only_if_that_frees_it():
     piper.verify(plan)
     first, second = account(plan)
     rows, width, itemsize = 8, 6, 8
-    # Stage 0: its own input (twice the batch, 8 × 6), and the projection (8 × 12) of which both halves are saved.
+    # Stage 0: its own input (twice the batch, 8 × 6), and the projection (8 × 12) of which both
+    # halves are saved.
     assert first.highest[Category.HOST] == rows * (width + 2 * width) * itemsize
-    # Stage 1: what arrived; and what the loss saved of its difference with the targets, if it is not a view of the batch.
+    # Stage 1: what arrived; and what the loss saved of its difference with the targets, if it is
+    # not a view of the batch.
     for device in plan.devices:
         for instruction in device.instructions:
             if isinstance(instruction, CopyToHost):
@@ -175,7 +181,9 @@ def test_memory_is_moved_once_and_only_if_that_frees_it():
 
 
 def test_what_is_sent_is_sent_from_the_device():
-    """The device's own copy of a stage's output serves the send, and is given up after the later of send and copy."""
+    """The device's own copy of a stage's output serves the send, and is given up after the later of
+    send and copy.
+    """
     strategy = [*CHAIN, piper.Split({}, num_microbatches=2), piper.Offload({})]
     dag = piper.apply(captured(Returning()), strategy)
     moved = {v for c in copies(dag, Offload) for v in c.inputs}
@@ -195,7 +203,9 @@ def test_what_is_sent_is_sent_from_the_device():
 
 
 def test_the_planner_fetches_before_the_chunk_before():
-    """While one backward runs, what the next one reads is on its way; not more, and not before the forwards are done."""
+    """While one backward runs, what the next one reads is on its way; not more, and not before the
+    forwards are done.
+    """
     strategy = piper.strategies.pipeline("gpipe", [[0], [1], [2]], 8)
     dag = replace(captured(rows=8, width=512), batch_size=4096)
     plan = piper.plan(piper.apply(dag, [*strategy, piper.Offload({})]))

@@ -225,7 +225,9 @@ def test_bw_may_be_named_by_another_order_in_other_words(rest):
 
 
 def test_communication_of_halves():
-    """Sends of gradients belong to BI; a gather that an order named serves both halves, or the one that needs it."""
+    """Sends of gradients belong to BI; a gather that an order named serves both halves, or the one
+    that needs it.
+    """
     strategy = [
         Place({"PP": 0}, [0, 1]),
         Place({"PP": 1}, [2, 3]),

@@ -1,4 +1,6 @@
-"""Recompute: what the rewrite does to chunks, bodies and values. That the numbers stay the same: tests/equality/test_recompute.py."""
+"""Recompute: what the rewrite does to chunks, bodies and values. That the numbers stay the same:
+tests/equality/test_recompute.py.
+"""
 
 import json
 
@@ -188,7 +190,9 @@ class Real(Builder):
 
 
 def noisy() -> Dag:
-    """The loss is ``gelu(dropout(bias + x @ w))`` and random numbers that only the forward needs, summed; ordinals 5, 6, 7."""
+    """The loss is ``gelu(dropout(bias + x @ w))`` and random numbers that only the forward needs,
+    summed; ordinals 5, 6, 7.
+    """
     b = Real(16)
     x = b.value(HIDDEN, Role.INPUT, "inputs")
     w, bias = (b.value(WEIGHT, Role.PARAMETER, name) for name in ("w", "bias"))
@@ -309,7 +313,9 @@ def test_sharded_parameters_are_gathered_for_the_recomputation():
 
 
 def test_each_chunk_of_a_region_is_recomputed_from_what_it_read():
-    """R=0 is two forward chunks with R=1 between; the second reads results of the first one, too. The backward reads results of both."""
+    """R=0 is two forward chunks with R=1 between; the second reads results of the first one, too.
+    The backward reads results of both.
+    """
     b = Real(16)
     x, w = b.value(HIDDEN, Role.INPUT, "inputs"), b.value(HIDDEN, Role.PARAMETER, "w")
     h, a, d, g, c = (b.value(HIDDEN) for _ in range(5))

@@ -34,14 +34,18 @@ STEPS = 2
 
 @cache
 def prepared(make: type[nn.Module], *arguments: object) -> tuple[nn.Module, Captured]:
-    """The model that *make* makes, in float64, and its capture; the rows of a batch do not matter to it."""
+    """The model that *make* makes, in float64, and its capture; the rows of a batch do not matter
+    to it.
+    """
     model = staged(make(*arguments)).double()
     batch = dropless_batch if issubclass(make, Dropless) else capacity_batch
     return model, capture_with_constants(model, mse, batch(8))
 
 
 def assert_equal(make, strategy, batch: eager.Batch, *arguments: object, **backend: object) -> Plan:
-    """Train on *batch* (rolled by one row each time) under *strategy* and in plain PyTorch; raise unless all is equal."""
+    """Train on *batch* (rolled by one row each time) under *strategy* and in plain PyTorch; raise
+    unless all is equal.
+    """
     model, captured = prepared(make, *arguments)
     batches = [rolled(batch, step) for step in range(STEPS)]
     dag = replace(captured.dag, batch_size=eager.count_rows(batch))
@@ -310,7 +314,9 @@ def test_what_works_on_each_experts_tokens_is_sharded(body):
 
 
 class Region(nn.Module):
-    """``x[B, E, width]`` through *body*, a function of ``[E, B, width]`` and the weights, as an expert region."""
+    """``x[B, E, width]`` through *body*, a function of ``[E, B, width]`` and the weights, as an
+    expert region.
+    """
 
     def __init__(self, body, experts: int = EXPERTS) -> None:
         super().__init__()

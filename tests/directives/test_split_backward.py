@@ -1,5 +1,5 @@
-"""Half backwards: what the rewrite does to chunks, bodies, values and memory. That the numbers stay the same:
-tests/equality/test_split_backward.py.
+"""Half backwards: what the rewrite does to chunks, bodies, values and memory. That the numbers stay
+the same: tests/equality/test_split_backward.py.
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,8 @@ def test_each_chunk_of_a_region_is_split_on_its_own():
     split = dag_of(stages(lambda _: Nested()), HALVES)
     assert len(chunks(split)["BI PP=1"]) == len(chunks(split)["BW PP=1"]) == 2
     assert len(chunks(split)["BI PP=1 EP=0"]) == len(chunks(split)["BW PP=1 EP=0"]) == 1
-    # In the first stage the last gradient goes nowhere: that chunk is all BW. It makes the contribution of both uses.
+    # In the first stage the last gradient goes nowhere: that chunk is all BW. It makes the
+    # contribution of both uses.
     assert len(chunks(split)["BI PP=0"]) == len(chunks(split)["BW PP=0"]) == 1
     assert len(chunks(split)["BI PP=0 EP=0"]) == len(chunks(split)["BW PP=0 EP=0"]) == 1
 
@@ -143,7 +144,9 @@ def test_calls_that_make_both_kinds_are_split_by_their_mask():
 
 @pytest.mark.parametrize("block", [Conv, Normed, Square])
 def test_parameters_are_gathered_for_the_half_that_reads_them(block):
-    """The gradient of W in x @ W, of a convolution's and of a norm's weight depends on none of them."""
+    """The gradient of W in x @ W, of a convolution's and of a norm's weight depends on none of
+    them.
+    """
     batch = image(8) if block is Conv else vectors(8)
     sharded = [
         *piper.placements.chain([[0, 1], [2, 3]]),
@@ -167,7 +170,9 @@ def test_a_bias_of_a_norm_is_read_by_no_half():
 
 
 class Cat(nn.Module):
-    """The backward of ``cat`` cuts a gradient into parts, of which the weight of one branch needs one, a quarter."""
+    """The backward of ``cat`` cuts a gradient into parts, of which the weight of one branch needs
+    one, a quarter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +310,9 @@ class Wide(nn.Module):
 
 
 def test_between_the_halves_only_what_bw_reads_is_kept():
-    """All of a stage's BI run before any BW: what only the gradients of activations needed is gone by then."""
+    """All of a stage's BI run before any BW: what only the gradients of activations needed is gone
+    by then.
+    """
     count = 4
     steps = [(p, m) for p in ("F", "BI", "BW") for m in range(count)]
     head = [*piper.placements.chain([[0], [1]]), piper.Split({}, num_microbatches=count)]

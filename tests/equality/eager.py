@@ -1,7 +1,7 @@
 """Plain PyTorch, written without anything of piper: what every strategy must equal.
 
-One process, the global batch cut into microbatches that run in sequence, gradients summed as the loss demands, one
-optimizer over all parameters.
+One process, the global batch cut into microbatches that run in sequence, gradients summed as the
+loss demands, one optimizer over all parameters.
 """
 
 import copy
@@ -21,7 +21,9 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class Step:
-    """One step's loss; gradients and updated parameters and buffers by their first name; gradients only where there are some."""
+    """One step's loss; gradients and updated parameters and buffers by their first name; gradients
+    only where there are some.
+    """
 
     loss: float
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -62,7 +64,9 @@ def one_step(
     optimizer: torch.optim.Optimizer,
     around: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> Step:
-    """One training step of *model*, in place. ``around(m)`` is entered for the forward of microbatch m."""
+    """One training step of *model*, in place. ``around(m)`` is entered for the forward of
+    microbatch m.
+    """
     size, rest = divmod(count_rows(batch[0]), num_microbatches)
     assert not rest
     optimizer.zero_grad(set_to_none=True)
@@ -97,7 +101,9 @@ def train(
     make_optimizer: MakeOptimizer,
     around: Callable[[int, int], AbstractContextManager[object]] = lambda _, __: nullcontext(),
 ) -> list[Step]:
-    """One step per batch, on a copy of *model*. ``around(step, m)`` is entered for each microbatch's forward."""
+    """One step per batch, on a copy of *model*. ``around(step, m)`` is entered for each
+    microbatch's forward.
+    """
     model = copy.deepcopy(model)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     return [

@@ -1,4 +1,6 @@
-"""The equality matrix: schedules × sizes × models × optimizers, each against plain PyTorch in float64."""
+"""The equality matrix: schedules × sizes × models × optimizers, each against plain PyTorch in
+float64.
+"""
 
 import json
 import tempfile
@@ -82,7 +84,8 @@ def all_cases() -> list[Case]:
 def covering_cases() -> tuple[Case, ...]:
     """A small part of the matrix in which every pair of values of any two factors occurs.
 
-    Greedy, deterministic: always the case with most pairs that are still missing; of equals the one with fewest microbatches in all.
+    Greedy, deterministic: always the case with most pairs that are still missing; of equals the one
+    with fewest microbatches in all.
     """
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.microbatches * c.num_stages, str(c)))
     return tuple(cover(cases))
@@ -118,7 +121,9 @@ def _from_file(groups: Sequence[Sequence[int]], microbatches: int) -> Sequence[D
 
 
 def custom_strategy(groups: Sequence[Sequence[int]], microbatches: int) -> list[dict[str, object]]:
-    """A strategy file as a user may write it: odd microbatches go first, two forwards may overlap, the last stage alternates."""
+    """A strategy file as a user may write it: odd microbatches go first, two forwards may overlap,
+    the last stage alternates.
+    """
     last = len(groups) - 1
     turn = [*range(1, microbatches, 2), *range(0, microbatches, 2)]
 
@@ -240,7 +245,9 @@ def _data(case: Case) -> tuple[nn.Module, list[eager.Batch]]:
 
 
 def _single_process(case: Case) -> Case:
-    """The case whose reference is that of *case* too: it depends on the model's stages and the number of microbatches alone."""
+    """The case whose reference is that of *case* too: it depends on the model's stages and the
+    number of microbatches alone.
+    """
     return replace(
         case,
         schedule="1f1b",

@@ -1,4 +1,6 @@
-"""The matrix of strategies under bfloat16: schedules × what is sharded × replicas × recomputation × tied weights, against plain PyTorch."""
+"""The matrix of strategies under bfloat16: schedules × what is sharded × replicas × recomputation ×
+tied weights, against plain PyTorch.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -66,7 +68,9 @@ def all_cases() -> list[Case]:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A small part of the matrix in which every pair of values of any two factors occurs; greedy, deterministic."""
+    """A small part of the matrix in which every pair of values of any two factors occurs; greedy,
+    deterministic.
+    """
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.virtual, c.recompute, str(c)))
     return tuple(sorted(cover(cases), key=lambda c: (c.virtual, c.tied, str(c))))
 
@@ -114,7 +118,8 @@ def train(
 ) -> list[eager.Step]:
     """Plain PyTorch: float32 parameters, the model run on bfloat16 copies, its output in float32.
 
-    With a copy per name autograd adds up the gradients of a tied weight in float32; else in bfloat16.
+    With a copy per name autograd adds up the gradients of a tied weight in float32; else in
+    bfloat16.
     """
     model = copy.deepcopy(model)
     optimizer = make_optimizer(list(model.parameters()))

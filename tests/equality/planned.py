@@ -21,10 +21,11 @@ FLOOR = 1e-6
 
 @dataclass
 class Planned:
-    """One step: the loss; per device the gradients that its optimizer got, and its parameters and buffers.
+    """One step: the loss; per device the gradients that its optimizer got, and its parameters and
+    buffers.
 
-    Where a device trains a slice of a parameter, the gradient is that slice's, and ``shards`` has the slice besides what
-    it holds whole.
+    Where a device trains a slice of a parameter, the gradient is that slice's, and ``shards`` has
+    the slice besides what it holds whole.
     """
 
     loss: float
@@ -95,7 +96,9 @@ class Worst:
 
 
 def compare(found: Sequence[Planned], expected: Sequence[Step]) -> Worst:
-    """Errors of *found*; a name that no device has, or a gradient that a holder of its parameter lacks, is infinitely wrong."""
+    """Errors of *found*; a name that no device has, or a gradient that a holder of its parameter
+    lacks, is infinitely wrong.
+    """
     assert len(found) == len(expected)
     loss = gradients = state = 0.0
     for mine, theirs in zip(found, expected, strict=True):
@@ -122,9 +125,11 @@ def _assert_all_there(mine: Planned, theirs: Step) -> None:
 
 
 def _tensors(found: Mapping[str, Tensor | Shard], expected: Mapping[str, Tensor]) -> float:
-    """The largest error of *found*, all of whose names *expected* has; norms count among all of *expected*.
+    """The largest error of *found*, all of whose names *expected* has; norms count among all of
+    *expected*.
 
-    The error of a slice is relative to the whole tensor. A copy in a shorter type than is expected must be what is expected, rounded.
+    The error of a slice is relative to the whole tensor. A copy in a shorter type than is expected
+    must be what is expected, rounded.
     """
     largest = max((float(t.double().norm()) for t in expected.values()), default=0.0)
     worst = 0.0

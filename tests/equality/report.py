@@ -1,22 +1,13 @@
 """The committed results of the whole matrix."""
 
-import csv
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
+from tests.equality import results
 from tests.equality.matrix import FACTORS, STEPS, TOLERANCE, Case, run
-from tests.equality.planned import Worst
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One cell's errors."""
-
-    case: Case
-    worst: Worst
+from tests.equality.results import Measured
 
 
 def measure(cases: Iterable[Case]) -> list[Measured]:
@@ -27,14 +18,7 @@ def measure(cases: Iterable[Case]) -> list[Measured]:
 
 def write(measured: Sequence[Measured], folder: Path, seconds: float) -> None:
     """``equality_matrix.csv``, a row per cell, and ``equality_matrix.md``, a summary."""
-    folder.mkdir(exist_ok=True)
-    with (folder / "equality_matrix.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow([*FACTORS, "loss_error", "gradient_error", "state_error"])
-        for m in measured:
-            errors = (m.worst.loss, m.worst.gradients, m.worst.state)
-            table.writerow([*astuple(m.case), *(f"{e:.1e}" for e in errors)])
-    (folder / "equality_matrix.md").write_text("\n".join(_summary(measured, seconds)) + "\n")
+    results.write("equality_matrix", folder, FACTORS, measured, _summary(measured, seconds))
 
 
 def _summary(measured: Sequence[Measured], seconds: float) -> Iterable[str]:

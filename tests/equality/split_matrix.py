@@ -1,4 +1,6 @@
-"""The matrix of split backwards: ZB-H1 × models that are hard to split × sharding × recomputation, in float64."""
+"""The matrix of split backwards: ZB-H1 × models that are hard to split × sharding × recomputation,
+in float64.
+"""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
@@ -42,7 +44,9 @@ class Stages(nn.Module):
 
 
 class Square(nn.Module):
-    """``x @ W @ W`` and a parameter of the shape of one row: its gradient is the activation's, summed."""
+    """``x @ W @ W`` and a parameter of the shape of one row: its gradient is the activation's,
+    summed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +57,9 @@ class Square(nn.Module):
 
 
 class Fused(nn.Module):
-    """Fused projections: a chunk of three, and an unbind of two, which a custom function combines."""
+    """Fused projections: a chunk of three, and an unbind of two, which a custom function
+    combines.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +87,9 @@ class Product(torch.autograd.Function):
 
 
 class Normed(nn.Module):
-    """LayerNorm, GroupNorm and RMSNorm with weights and biases, and a parameter that is added as it is."""
+    """LayerNorm, GroupNorm and RMSNorm with weights and biases, and a parameter that is added as it
+    is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +150,9 @@ class Frozen(nn.Module):
 
 
 class Nested(nn.Module):
-    """Regions inside a region: its backward is several chunks; the parameter around them is used in two of these."""
+    """Regions inside a region: its backward is several chunks; the parameter around them is used in
+    two of these.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +235,9 @@ FACTORS: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix; the fields are the factors. ``recompute`` comes before the order, after it, or not at all."""
+    """One cell of the matrix; the fields are the factors. ``recompute`` comes before the order,
+    after it, or not at all.
+    """
 
     model: str
     pp: int
@@ -250,8 +262,8 @@ def all_cases() -> list[Case]:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A small part of the matrix in which every pair of values of any two factors occurs; greedy, deterministic. First among
-    those that shard over two replicas, then among all.
+    """A small part of the matrix in which every pair of values of any two factors occurs; greedy,
+    deterministic. First among those that shard over two replicas, then among all.
     """
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.pp, str(c)))
     sharded = [c for c in cases if c.zero and c.dp > 1 and c.pp == 2]
@@ -300,7 +312,9 @@ def _program(case: Case):
 
 
 def run(case: Case) -> float:
-    """The largest error of two steps on all devices; of dropout, which plain PyTorch draws otherwise, the error of one step."""
+    """The largest error of two steps on all devices; of dropout, which plain PyTorch draws
+    otherwise, the error of one step.
+    """
     kind = KINDS[case.model]
     if case.model == "dropped":
         batch = kind.batch(2 * case.dp * MICROBATCHES)

@@ -113,9 +113,11 @@ def check(make, schedule, groups, microbatches, zero=0, **options):
 def test_split_backwards_with_dropout(pieces, compiled_before_runs):
     report = check(mlp, "zb_h1", [[0], [1]], 2)
     assert max(report.max_loss_error, report.max_grad_error, report.max_param_error) <= TOLERANCE
-    # Each distinct piece once: forwards, backwards and their halves, not one per microbatch or step.
+    # Each distinct piece once: forwards, backwards and their halves, not one per microbatch or
+    # step.
     assert len(set(pieces)) == len(pieces) > 4
-    # All of them before a device may wait for another. (The check of the capture runs first, uncompiled.)
+    # All of them before a device may wait for another. (The check of the capture runs first,
+    # uncompiled.)
     assert compiled_before_runs == [0, len(pieces), len(pieces)]
 
 

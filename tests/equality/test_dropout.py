@@ -78,7 +78,9 @@ def test_stages_and_chunk_boundaries_do_not_change_one_bit(groups, cuts, whole):
 
 
 def test_replicas_draw_as_the_microbatches_of_one_process_do():
-    """Replica r's microbatch m is number r·M + m. (Sums over replicas are added in another order: not bitwise.)"""
+    """Replica r's microbatch m is number r·M + m. (Sums over replicas are added in another order:
+    not bitwise.)
+    """
     torch.manual_seed(0)
     model = Noisy((2,))
     batch = (torch.randn(8, 6), torch.randn(8, 6))
@@ -89,7 +91,9 @@ def test_replicas_draw_as_the_microbatches_of_one_process_do():
 
 
 def test_every_microbatch_has_its_own_mask():
-    """The same row in every microbatch: with one mask for all of them, the microbatches' losses would be equal."""
+    """The same row in every microbatch: with one mask for all of them, the microbatches' losses
+    would be equal.
+    """
     torch.manual_seed(0)
     model = MLP(MLPConfig(in_features=6, width=32, out_features=1, num_layers=2, dropout=0.5))
     row = torch.randn(1, 6).expand(4, 6).clone()

@@ -1,4 +1,6 @@
-"""Expert parallelism equals plain PyTorch: in `make test` a part in which every pair of factor values occurs, with `-m full` all."""
+"""Expert parallelism equals plain PyTorch: in `make test` a part in which every pair of factor
+values occurs, with `-m full` all.
+"""
 
 from itertools import combinations, product
 

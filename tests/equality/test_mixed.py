@@ -1,5 +1,6 @@
-"""bfloat16 under every kind of strategy equals plain PyTorch with the same policy: in `make test` a part in which every pair of factor
-values occurs, with `-m full` all."""
+"""bfloat16 under every kind of strategy equals plain PyTorch with the same policy: in `make test` a
+part in which every pair of factor values occurs, with `-m full` all.
+"""
 
 from itertools import combinations, product
 
@@ -40,7 +41,9 @@ def test_all_equal_to_plain_pytorch(case: Case):
 
 
 def test_gradients_of_a_tied_weight_are_added_up_in_the_reduce_type():
-    """Autograd by itself adds up those of one bfloat16 copy in bfloat16: that is another sum, by far more than the tolerance."""
+    """Autograd by itself adds up those of one bfloat16 copy in bfloat16: that is another sum, by
+    far more than the tolerance.
+    """
     case = Case("1f1b", 0, 1, recompute=False, tied=True)
     model, batches = mixed._model(2, True), mixed._batches(mixed.MICROBATCHES)
     shared = mixed.train(
@@ -54,7 +57,9 @@ def test_gradients_of_a_tied_weight_are_added_up_in_the_reduce_type():
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_what_is_sent_and_kept(zero: int):
-    """Gathers carry bfloat16, reductions float32; ZeRO-3 keeps nothing but slices of master weights."""
+    """Gathers carry bfloat16, reductions float32; ZeRO-3 keeps nothing but slices of master
+    weights.
+    """
     plan = plan_of(Case("1f1b", zero, 2, recompute=False, tied=False))
     carried: dict[str, set[DType]] = {}
     for mine in plan.devices:

@@ -1,4 +1,6 @@
-"""Offloading changes no number: pairs of {schedules × ZeRO × recomputation × region}, dropout, BatchNorm, Ray."""
+"""Offloading changes no number: pairs of {schedules × ZeRO × recomputation × region}, dropout,
+BatchNorm, Ray.
+"""
 
 from collections.abc import Sequence
 from itertools import combinations, product

@@ -1,4 +1,6 @@
-"""Recomputation changes no number: bit for bit what the strategy computes without it, and equal to single-process training."""
+"""Recomputation changes no number: bit for bit what the strategy computes without it, and equal to
+single-process training.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -114,7 +116,9 @@ def test_skip_connections(at):
 
 
 class Counting(nn.Module):
-    """BatchNorm, and a count of what a stage saw that its result depends on: written once per microbatch."""
+    """BatchNorm, and a count of what a stage saw that its result depends on: written once per
+    microbatch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +284,9 @@ def test_what_is_kept_and_what_is_run_again():
 
 
 def test_the_forward_comes_first_without_any_order():
-    """On one device, with nothing but a split: no backward before its forward, whose inputs would stay."""
+    """On one device, with nothing but a split: no backward before its forward, whose inputs would
+    stay.
+    """
     dag = piper.capture(transformer(), transformer_loss, tokens())
     plan = piper.plan(piper.apply(dag, [piper.Split({}, num_microbatches=4), piper.Recompute({})]))
     piper.verify(plan)

@@ -1,4 +1,6 @@
-"""Half backwards equal plain PyTorch: in `make test` a part in which every pair of factor values occurs, with `-m full` all."""
+"""Half backwards equal plain PyTorch: in `make test` a part in which every pair of factor values
+occurs, with `-m full` all.
+"""
 
 import pytest
 from tests.equality.split_matrix import TOLERANCE, Case, all_cases, covering_cases, run

@@ -1,4 +1,6 @@
-"""Sharded strategies equal plain PyTorch: in `make test` a part in which every pair of factor values occurs, with `-m full` all."""
+"""Sharded strategies equal plain PyTorch: in `make test` a part in which every pair of factor
+values occurs, with `-m full` all.
+"""
 
 import time
 from itertools import combinations, product

@@ -1,6 +1,7 @@
-"""The matrix of schedules with split backwards: schedules × sizes × what is sharded × models, in float64."""
+"""The matrix of schedules with split backwards: schedules × sizes × what is sharded × models, in
+float64.
+"""
 
-import csv
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -9,8 +10,9 @@ from itertools import combinations, product
 from pathlib import Path
 
 import torch
-from tests.equality import eager, planned
+from tests.equality import eager, planned, results
 from tests.equality.matrix import sgd
+from tests.equality.results import Measured
 from tests.support.covering import all_pairs, cover
 from torch import Tensor, nn
 from torch.nn import functional
@@ -92,8 +94,9 @@ def all_cases() -> list[Case]:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A small part in which every pair of values of any two factors occurs that does so in the whole; greedy, deterministic, small
-    cases first."""
+    """A small part in which every pair of values of any two factors occurs that does so in the
+    whole; greedy, deterministic, small cases first.
+    """
     cases = sorted(all_cases(), key=lambda c: (c.num_chunks, str(c)))
     small = [case for case in cases if case.num_chunks <= SMALL]
     return tuple(cover(small, wanted=all_pairs(cases)))
@@ -173,7 +176,9 @@ BLOCKS = (Twice, Fused, _frozen, nn.Tanh, _norm)
 
 
 class Mixed(nn.Module):
-    """A block of another kind in each stage; stages of the first half are read again by those of the second."""
+    """A block of another kind in each stage; stages of the first half are read again by those of
+    the second.
+    """
 
     def __init__(self, num_stages: int) -> None:
         super().__init__()
@@ -248,14 +253,6 @@ def _expected(name: str, num_stages: int, pieces: int) -> list[eager.Step]:
 # --- the committed results ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One cell's errors."""
-
-    case: Case
-    worst: planned.Worst
-
-
 def measure(cases: Iterable[Case]) -> list[Measured]:
     """Run *cases*, models of one size together (they share a capture)."""
     ordered = sorted(cases, key=lambda c: (c.model, c.num_stages, str(c)))
@@ -264,14 +261,7 @@ def measure(cases: Iterable[Case]) -> list[Measured]:
 
 def write(measured: Sequence[Measured], folder: Path, seconds: float) -> None:
     """``zero_bubble_matrix.csv``, a row per cell, and ``zero_bubble_matrix.md``, a summary."""
-    folder.mkdir(exist_ok=True)
-    with (folder / "zero_bubble_matrix.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow([*FACTORS, "loss_error", "gradient_error", "state_error"])
-        for m in measured:
-            errors = (m.worst.loss, m.worst.gradients, m.worst.state)
-            table.writerow([*astuple(m.case), *(f"{e:.1e}" for e in errors)])
-    (folder / "zero_bubble_matrix.md").write_text("\n".join(_summary(measured, seconds)) + "\n")
+    results.write("zero_bubble_matrix", folder, FACTORS, measured, _summary(measured, seconds))
 
 
 def _summary(measured: Sequence[Measured], seconds: float) -> Iterable[str]:

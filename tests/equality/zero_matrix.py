@@ -1,6 +1,7 @@
-"""The matrix of sharded strategies: schedules × what is sharded × sizes × recomputation × tied weights, in float64."""
+"""The matrix of sharded strategies: schedules × what is sharded × sizes × recomputation × tied
+weights, in float64.
+"""
 
-import csv
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -9,8 +10,9 @@ from itertools import combinations, product
 from pathlib import Path
 
 import torch
-from tests.equality import eager, planned
+from tests.equality import eager, planned, results
 from tests.equality.matrix import adam
+from tests.equality.results import Measured
 from tests.support.covering import cover
 from torch import nn
 
@@ -42,7 +44,9 @@ FACTORS: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix; the fields are the factors. ``zero`` is the level of sharding (0: none)."""
+    """One cell of the matrix; the fields are the factors. ``zero`` is the level of sharding (0:
+    none).
+    """
 
     schedule: str
     zero: int
@@ -86,14 +90,17 @@ def sharded(case: Case) -> bool:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A small part of the matrix in which every pair of values of any two factors occurs, and does so among the strategies that shard
-    too; greedy, deterministic."""
+    """A small part of the matrix in which every pair of values of any two factors occurs, and does
+    so among the strategies that shard too; greedy, deterministic.
+    """
     cases = sorted(all_cases(), key=lambda c: (c.dp * c.microbatches * c.num_stages, str(c)))
     return tuple(cover([c for c in cases if sharded(c)], cases))
 
 
 def strategy(case: Case) -> list[Directive]:
-    """The directives of *case*. A group of one replica is replicated too: nothing is left to shard."""
+    """The directives of *case*. A group of one replica is replicated too: nothing is left to
+    shard.
+    """
     groups = [list(range(case.dp * rank, case.dp * (rank + 1))) for rank in range(case.pp)]
     directives = piper.strategies.pipeline(
         case.schedule, groups, case.microbatches, num_virtual_stages=case.virtual
@@ -174,14 +181,6 @@ def _expected(num_stages: int, tied: bool, pieces: int) -> list[eager.Step]:
 # --- the committed results ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One cell's errors."""
-
-    case: Case
-    worst: planned.Worst
-
-
 def measure(cases: Iterable[Case]) -> list[Measured]:
     """Run *cases*, models of one size together (they share a capture)."""
     ordered = sorted(cases, key=lambda c: (c.num_stages, c.tied, str(c)))
@@ -190,15 +189,7 @@ def measure(cases: Iterable[Case]) -> list[Measured]:
 
 def write(measured: Sequence[Measured], folder: Path, seconds: float) -> None:
     """``zero_matrix.csv``, a row per cell, and ``zero_matrix.md``, a summary."""
-    folder.mkdir(exist_ok=True)
-    with (folder / "zero_matrix.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow([*FACTORS, "loss_error", "gradient_error", "state_error"])
-        for m in measured:
-            errors = (m.worst.loss, m.worst.gradients, m.worst.state)
-            cells = [int(v) if isinstance(v, bool) else v for v in astuple(m.case)]
-            table.writerow([*cells, *(f"{e:.1e}" for e in errors)])
-    (folder / "zero_matrix.md").write_text("\n".join(_summary(measured, seconds)) + "\n")
+    results.write("zero_matrix", folder, FACTORS, measured, _summary(measured, seconds))
 
 
 def _summary(measured: Sequence[Measured], seconds: float) -> Iterable[str]:

@@ -1,4 +1,6 @@
-"""DAGs and plans of small strategies, as text. To accept a change: ``python -m tests.golden.cases``."""
+"""DAGs and plans of small strategies, as text. To accept a change: ``python -m
+tests.golden.cases``.
+"""
 
 import pytest
 from tests.golden.cases import CASES, FOLDER, path, text

@@ -18,7 +18,8 @@ def test_equal_bodies_have_equal_ids():
 
 
 def test_numbers_that_python_calls_equal_differ():
-    # 1 == 1.0 == True and they hash alike: an id that is remembered by equality depends on which came first.
+    # 1 == 1.0 == True and they hash alike: an id that is remembered by equality depends on which
+    # came first.
     ids = [body_id(scaled(factor)) for factor in (1, 1.0, True, 0.0, -0.0)]
     assert len(set(ids)) == len(ids)
 

@@ -55,7 +55,9 @@ def nodes(dag, kind):
 
 @pytest.mark.parametrize("options", [{}, {"shard_params": True}])
 def test_alone_a_master_copy_is_whole(options):
-    """Also where there is nobody to share with: it is rounded into what chunks read, not gathered."""
+    """Also where there is nobody to share with: it is rounded into what chunks read, not
+    gathered.
+    """
     dag = derived([[0], [1]], **options)
     assert dag.shards == {
         "first.weight": ((0,),),

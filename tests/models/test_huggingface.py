@@ -1,4 +1,6 @@
-"""Unmodified Qwen3-MoE and Mixtral: their experts as regions, under pipeline × experts × data parallelism."""
+"""Unmodified Qwen3-MoE and Mixtral: their experts as regions, under pipeline × experts × data
+parallelism.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The mixture-of-experts model and its parts, eager; how it trains under strategies: tests/equality/test_experts.py."""
+"""The mixture-of-experts model and its parts, eager; how it trains under strategies:
+tests/equality/test_experts.py.
+"""
 
 import pytest
 import torch
@@ -52,7 +54,9 @@ def by_loop(model: Mixture, x: torch.Tensor, room: int | None = None) -> torch.T
     ],
 )
 def test_a_mixture_is_what_its_loop_says(changes, room):
-    """15 tokens, 2 choices each, 4 experts: 7.5 choices per expert times the capacity factor, rounded up."""
+    """15 tokens, 2 choices each, 4 experts: 7.5 choices per expert times the capacity factor,
+    rounded up.
+    """
     model, x = mixture(**changes), tokens()
     out, _ = model(x)
     torch.testing.assert_close(out, by_loop(model, x, room), rtol=1e-12, atol=1e-12)

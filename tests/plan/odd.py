@@ -1,4 +1,6 @@
-"""A small model with everything that makes memory hard to foretell, and steps of it under many strategies."""
+"""A small model with everything that makes memory hard to foretell, and steps of it under many
+strategies.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,8 +34,9 @@ EXTRAS = {
 
 
 class Odd(nn.Module):
-    """A scalar; a weight shared by the first and the last stage; a frozen weight; one that another stage reads without training it; one
-    that nothing uses; a buffer; dropout; sizes that no group divides.
+    """A scalar; a weight shared by the first and the last stage; a frozen weight; one that another
+    stage reads without training it; one that nothing uses; a buffer; dropout; sizes that no group
+    divides.
     """
 
     def __init__(self, num_stages: int) -> None:

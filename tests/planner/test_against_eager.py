@@ -1,4 +1,6 @@
-"""Strategies on small models that exercise what the planner decides, held against eager PyTorch in float64."""
+"""Strategies on small models that exercise what the planner decides, held against eager PyTorch in
+float64.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ import piper
 
 
 class Stages(nn.Module):
-    """Three regions: the second result of the first goes to both others; the last uses the first one's weight once more."""
+    """Three regions: the second result of the first goes to both others; the last uses the first
+    one's weight once more.
+    """
 
     def __init__(self, *, detached: bool, counted: bool) -> None:
         super().__init__()

@@ -36,7 +36,8 @@ def test_the_longest_path_goes_first():
 
 
 def test_start_times_are_those_of_a_device_that_runs_one_chunk_at_a_time(pipeline):
-    # Communication costs next to nothing and each chunk 1 s: the diagonals of a pipeline, each from the last stage up.
+    # Communication costs next to nothing and each chunk 1 s: the diagonals of a pipeline, each from
+    # the last stage up.
     seconds = {n.id: 1.0 if n.work.kind == "call" else 1e-9 for n in pipeline.nodes.values()}
     order = labels(pipeline, total_order(pipeline, seconds))
     at = {label: i for i, label in enumerate(order)}

@@ -1,4 +1,6 @@
-"""Overlap groups: chunks of a forward and a backward take turns, so that one's communication hides behind the other's compute."""
+"""Overlap groups: chunks of a forward and a backward take turns, so that one's communication hides
+behind the other's compute.
+"""
 
 import pytest
 from tests.support.synthetic import HIDDEN, SCALAR, Builder, chain
@@ -20,8 +22,9 @@ SPLIT = Split({}, num_microbatches=2)
 
 
 def ping_pong(links: int, *, forward_links: bool = True) -> Dag:
-    """Region P=0 is ``links + 1`` chunks forward and as many backward; between two of them a chunk of region Q runs elsewhere: its result
-    has to come back. Without *forward_links*, forward chunks follow each other at once (regions inside P=0).
+    """Region P=0 is ``links + 1`` chunks forward and as many backward; between two of them a chunk
+    of region Q runs elsewhere: its result has to come back. Without *forward_links*, forward chunks
+    follow each other at once (regions inside P=0).
     """
     b = Builder(64)
     x, seed = b.value(HIDDEN, Role.INPUT, "inputs"), b.value(SCALAR, Role.SEED)
@@ -77,7 +80,9 @@ def group(dag: Dag, order) -> str:
 
 
 def span(dag: Dag, order, lengths) -> float:
-    """When the last chunk of P ends if device 0 runs its chunks in *order*, each as soon as its inputs are there."""
+    """When the last chunk of P ends if device 0 runs its chunks in *order*, each as soon as its
+    inputs are there.
+    """
     ends: dict[int, float] = {}
     free = 0.0
     for node in order:
@@ -97,19 +102,24 @@ def test_chunks_take_turns_and_messages_hide():
     assert group(dag, order) in ("FB" * 4, "BF" * 4)
     serial = apply(ping_pong(3), [*PLACED, SERIAL])
     alone = span(serial, total_order(serial, seconds(serial)), seconds(serial))
-    # In the group no message is waited for: three round trips of two messages for each of the two passes.
+    # In the group no message is waited for: three round trips of two messages for each of the two
+    # passes.
     assert span(dag, order, lengths) == pytest.approx(alone - 6 * 0.9, abs=1e-3)
 
 
 def test_what_waits_for_messages_goes_first():
-    """The forward has none: its chunks are kept to fill the gaps of the backward, though the rest of the step waits for them too."""
+    """The forward has none: its chunks are kept to fill the gaps of the backward, though the rest
+    of the step waits for them too.
+    """
     dag = apply(ping_pong(3, forward_links=False), [*PLACED, OVERLAP])
     for comm in (0.1, 0.45):
         assert group(dag, total_order(dag, seconds(dag, comm=comm)))[:6] == "BFBFBF"
 
 
 def test_given_durations_decide():
-    """Where a forward chunk takes longer than the messages of two backward chunks, fewer of them fit between."""
+    """Where a forward chunk takes longer than the messages of two backward chunks, fewer of them
+    fit between.
+    """
     dag = apply(ping_pong(3), [*PLACED, OVERLAP])
     slow = seconds(dag, comm=3.0)
     for node in dag.overlaps[0].nodes:
@@ -185,7 +195,9 @@ def test_stages_of_one_device_that_feed_each_other_are_refused():
 
 
 def test_what_is_no_dependence():
-    """One filter's chunks may feed each other, as may chunks on different devices; buffers pass between microbatches."""
+    """One filter's chunks may feed each other, as may chunks on different devices; buffers pass
+    between microbatches.
+    """
     strategy = [Place({"PP": [0, 2]}, [0]), Place({"PP": 1}, [1]), SPLIT]
     free = [
         [{"MB": 0, "PASS": "F"}, {"MB": 1, "PASS": "F"}],

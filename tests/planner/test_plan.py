@@ -155,13 +155,15 @@ class TestPrograms:
             touched = None
             for i in device.instructions:
                 if isinstance(i, Free):
-                    # What an instruction was the last to use, or what nobody will use, goes at once.
+                    # What an instruction was the last to use, or what nobody will use, goes at
+                    # once.
                     assert set(i.slots) <= touched
                 elif not isinstance(i, Wait):
                     touched = {*i.reads(), *i.writes()}
 
     def test_a_value_sent_to_two_devices_does_not_hold_up_the_next_chunk(self):
-        # Freeing it needs both sends to be complete; a host that waits for that right away computes nothing meanwhile.
+        # Freeing it needs both sends to be complete; a host that waits for that right away computes
+        # nothing meanwhile.
         planned = plan(apply(chain(3, skip=True), pipeline(3, 4)))
         verify(planned)
         program = planned.devices[0].instructions

@@ -1,4 +1,6 @@
-"""Whatever the DAG and the strategy: the plan is proven correct, and what holds of every plan holds."""
+"""Whatever the DAG and the strategy: the plan is proven correct, and what holds of every plan
+holds.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -55,7 +57,9 @@ def cases(draw) -> Case:
 
 
 def _orders(draw, dag: Dag, lanes: int) -> list[Order]:
-    """Orders that some execution follows: a random one, cut at random into groups whose members do not need each other."""
+    """Orders that some execution follows: a random one, cut at random into groups whose members do
+    not need each other.
+    """
     priority = draw(st.randoms(use_true_random=False))
     waiting = {n: len(before) for n, before in dag.predecessors.items()}
     ready = [n for n, count in waiting.items() if not count]

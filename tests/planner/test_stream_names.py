@@ -1,5 +1,5 @@
-"""Streams: work is on the stream that the user names, waits are where edges cross streams, what may be in flight at once has communicators of
-its own.
+"""Streams: work is on the stream that the user names, waits are where edges cross streams, what may
+be in flight at once has communicators of its own.
 """
 
 from dataclasses import replace
@@ -24,7 +24,9 @@ from piper.verify import find_problems, verify
 
 
 def planned(*, first="down", second="up", microbatches=2, **streams):
-    """Two stages on two replicas each; the stages' messages are on the streams *first* and *second*."""
+    """Two stages on two replicas each; the stages' messages are on the streams *first* and
+    *second*.
+    """
     strategy = [
         Place({"PP": 0}, [0, 1], stream=first),
         Place({"PP": 1}, [2, 3], stream=second),
@@ -84,8 +86,9 @@ def test_a_stage_may_send_its_values_on_different_streams():
     ids=str,
 )
 def test_waits_are_where_edges_cross_streams_and_none_can_be_left_out(streams):
-    """Each wait is for an event of another stream. Without any one of them the race detector, or another check, refuses the plan (unless
-    the next instruction waits for something later on that other stream).
+    """Each wait is for an event of another stream. Without any one of them the race detector, or
+    another check, refuses the plan (unless the next instruction waits for something later on that
+    other stream).
     """
     made = planned(**streams)
     for mine in made.devices:
@@ -117,7 +120,9 @@ def _with_instructions(made, device, instructions):
 
 
 def test_what_may_be_in_flight_at_once_shares_no_communicator():
-    """One communicator is one kind of operation of one group on one stream: so its order is the stream's on every member."""
+    """One communicator is one kind of operation of one group on one stream: so its order is the
+    stream's on every member.
+    """
     made = planned(gather_stream="one", reduce_stream="one")
     uses: dict[str, set[tuple[str, str, tuple[int, ...]]]] = {}
     for mine in made.devices:

@@ -28,7 +28,9 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its kind; which earlier values it reads (0 is the input); its region (``PP``, and ``IN`` inside), if any."""
+    """One layer: its kind; which earlier values it reads (0 is the input); its region (``PP``, and
+    ``IN`` inside), if any.
+    """
 
     kind: str
     reads: tuple[int, ...]
@@ -52,7 +54,9 @@ class Sketch:
 
 @st.composite
 def sketches(draw: st.DrawFn, max_layers: int = 6, kinds: tuple[str, ...] = KINDS) -> Sketch:
-    """Regions mostly follow each other, as in a pipeline; some are entered again, some layers are outside all."""
+    """Regions mostly follow each other, as in a pipeline; some are entered again, some layers are
+    outside all.
+    """
     layers: list[Layer] = []
     region = 0
     for number in range(draw(st.integers(1, max_layers))):

@@ -1,4 +1,6 @@
-"""Random strategies for a model: placements, replicas, microbatches, and orders that are legal by construction."""
+"""Random strategies for a model: placements, replicas, microbatches, and orders that are legal by
+construction.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -19,8 +21,9 @@ Filter = dict[str, FilterValue]
 class Recipe:
     """How to make a strategy.
 
-    ``homes[i]`` is the group of region i modulo its length; ``parity`` moves odd microbatches' regions to the next group;
-    ``order_seed`` chooses an order for each device (``None``: none); ``halves`` splits all backwards.
+    ``homes[i]`` is the group of region i modulo its length; ``parity`` moves odd microbatches'
+    regions to the next group; ``order_seed`` chooses an order for each device (``None``: none);
+    ``halves`` splits all backwards.
     """
 
     homes: tuple[int, ...]
@@ -51,7 +54,9 @@ recipes = st.builds(
 
 
 def directives(recipe: Recipe, regions: Sequence[int | None]) -> list[Directive]:
-    """Everything but the order. A region's home is a device group; outside all regions is a region of its own."""
+    """Everything but the order. A region's home is a device group; outside all regions is a region
+    of its own.
+    """
     split = piper.Split({}, num_microbatches=recipe.microbatches)
     replicate = [piper.Replicate({}, devices="placed")] if recipe.replicas > 1 else []
     halves = [piper.Order([[{"PASS": ["BI", "BW"]}]])] if recipe.halves else []
@@ -82,7 +87,8 @@ def _places(recipe: Recipe, regions: Sequence[int | None]) -> Iterator[Directive
 
 
 def orders(dag: Dag, seed: int) -> tuple[list[Directive], bool]:
-    """Per device the chunks in the order of one random linear extension of *dag*; whether every filter means one chunk.
+    """Per device the chunks in the order of one random linear extension of *dag*; whether every
+    filter means one chunk.
 
     If every filter means one chunk the order is legal for certain.
     """

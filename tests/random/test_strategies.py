@@ -1,4 +1,6 @@
-"""Random models under random strategies: equal to plain PyTorch, or refused with a reason. Never silently wrong, never hung."""
+"""Random models under random strategies: equal to plain PyTorch, or refused with a reason. Never
+silently wrong, never hung.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -113,13 +115,17 @@ def explore(kinds: tuple[str, ...], least_equal: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_any_strategy_for_stateless_models():
-    """Skips, several outputs, tied and frozen weights, dropout, in-place operations; regions nested, entered again, or none."""
+    """Skips, several outputs, tied and frozen weights, dropout, in-place operations; regions
+    nested, entered again, or none.
+    """
     explore(tuple(kind for kind in KINDS if kind != "counter"), EXAMPLES * 9 // 10)
 
 
 @pytest.mark.timeout(600)
 def test_any_strategy_for_models_that_write_buffers():
-    """A buffer's microbatches follow each other; under replicas or on two devices there is no such sequence: refused."""
+    """A buffer's microbatches follow each other; under replicas or on two devices there is no such
+    sequence: refused.
+    """
     explore(("linear", "counter", "tied", "dropout", "norm"), EXAMPLES // 3)
 
 
@@ -129,7 +135,9 @@ STAGES = 3
 
 
 def is_legal(orders_: list[list[tuple[str, int, int]]]) -> bool:
-    """Whether devices that run their steps strictly in order, each as soon as its inputs exist, all finish."""
+    """Whether devices that run their steps strictly in order, each as soon as its inputs exist, all
+    finish.
+    """
     done: set[tuple[str, int, int]] = set()
     position = [0] * len(orders_)
 
@@ -152,7 +160,9 @@ def is_legal(orders_: list[list[tuple[str, int, int]]]) -> bool:
 
 @st.composite
 def any_orders(draw: st.DrawFn) -> tuple[tuple[int, ...], int, list[list[tuple[str, int, int]]]]:
-    """Homes of the stages, microbatches, and one order per device: a legal one with some steps moved."""
+    """Homes of the stages, microbatches, and one order per device: a legal one with some steps
+    moved.
+    """
     homes = draw(st.sampled_from([(0, 1, 2), (0, 1, 0), (0, 0, 1), (0, 1, 1), (0, 0, 0)]))
     microbatches = draw(st.integers(1, 3))
     made: list[list[tuple[str, int, int]]] = []

@@ -120,7 +120,9 @@ def test_values_are_given_up_after_their_last_use():
 
 
 def test_outputs_that_are_added_are_added_and_given_up():
-    """To one total each, as soon as they are made; the same value to two, one that later calls read, and one that is an input."""
+    """To one total each, as soon as they are made; the same value to two, one that later calls
+    read, and one that is an input.
+    """
     made = body(
         call("aten.add.Tensor", Ref(0), 1.0),
         call("aten.mul.Tensor", Ref(1), 2.0),

@@ -64,7 +64,9 @@ SIN = body(call("aten.sin.default", Ref(0)), outputs=(1,))
 
 @pytest.mark.timeout(400)
 def test_the_compiler_makes_the_same_of_it(compiler):
-    """Draws bitwise equal, literals, several results, views; each layout of the inputs is compiled once, for all threads."""
+    """Draws bitwise equal, literals, several results, views; each layout of the inputs is compiled
+    once, for all threads.
+    """
     literal = Literal(TensorSpec((4,), DType.FLOAT64), (1.0, 2.0, 3.0, 4.0))
     made = body(
         dropout(0, 0),

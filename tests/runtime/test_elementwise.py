@@ -1,4 +1,6 @@
-"""Which optimizers may update slices, or the parameters of one device alone; those that may do so equal single-process training."""
+"""Which optimizers may update slices, or the parameters of one device alone; those that may do so
+equal single-process training.
+"""
 
 import pytest
 import torch
@@ -188,7 +190,9 @@ def test_an_optimizer_that_cannot_be_tried():
 
 
 class Two(nn.Module):
-    """The gradient of ``shift`` is one number in memory; the last parameters are smaller than the group."""
+    """The gradient of ``shift`` is one number in memory; the last parameters are smaller than the
+    group.
+    """
 
     def __init__(self):
         super().__init__()

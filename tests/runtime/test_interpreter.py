@@ -110,7 +110,8 @@ def test_a_step_may_be_run_again_and_again():
 
 
 def test_work_on_one_stream_sees_what_communication_before_it_wrote():
-    # two collectives, then compute, one after the other on the communication's own stream: no wait in the plan
+    # two collectives, then compute, one after the other on the communication's own stream: no wait
+    # in the plan
     hub = Hub(timeout=5, delay=0.05, poison=True)
     made, context = program(
         [

@@ -1,4 +1,6 @@
-"""The plans that schedules lead to: every device computes in the schedule's order, in the published time."""
+"""The plans that schedules lead to: every device computes in the schedule's order, in the published
+time.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""What the docstrings of the schedules with split backwards promise, against the papers' formulas."""
+"""What the docstrings of the schedules with split backwards promise, against the papers'
+formulas.
+"""
 
 from collections import Counter
 from itertools import groupby, product
@@ -115,7 +117,9 @@ def test_dualpipev(num_ranks, more, seconds):
 
 
 def phases(rank):
-    """Runs of alike groups: what is in a group, as a picture shows it, and how many follow each other."""
+    """Runs of alike groups: what is in a group, as a picture shows it, and how many follow each
+    other.
+    """
     kinds = ["".join("&" * bool(i) + p for i, (p, _, _) in enumerate(group)) for group in rank]
     return [(kind, len(list(run))) for kind, run in groupby(kinds)]
 
@@ -144,7 +148,9 @@ def test_directions_of_dualpipe_mirror_each_other():
 
 
 def test_dualpipe_is_dualpipev_twice():
-    """Ranks of the first half, their stage for the flow up renamed, do what DualPipeV's ranks do on the halves."""
+    """Ranks of the first half, their stage for the flow up renamed, do what DualPipeV's ranks do on
+    the halves.
+    """
     for rank, order in enumerate(dualpipev(4, 10)):
         renamed = [
             [(p, rank, m) if s == rank else (p, 7 - rank, m + 10) for p, s, m in group]

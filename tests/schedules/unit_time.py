@@ -14,7 +14,9 @@ EQUAL = {"F": 1, "BI": 1, "BW": 1, "B": 2}
 
 @dataclass(frozen=True)
 class Timeline:
-    """When chunks start (in a group: when the group does) and, per rank, first start and last end."""
+    """When chunks start (in a group: when the group does) and, per rank, first start and last
+    end.
+    """
 
     start: dict[Chunk, int]
     spans: tuple[tuple[int, int], ...]
@@ -67,7 +69,8 @@ def run(ranks: Sequence[Sequence[Chunk]], num_stages: int) -> Timeline:
 def run_groups(
     ranks: Sequence[Sequence[Group]], num_stages: int, seconds: Mapping[str, int] = EQUAL
 ) -> Timeline:
-    """Each rank starts its next group once it is free and the data of all members is there; transfers are free.
+    """Each rank starts its next group once it is free and the data of all members is there;
+    transfers are free.
 
     A group takes as long as its members together, and what they make is there at its end.
     """
@@ -102,7 +105,9 @@ def busy(rank: Sequence[Group], seconds: Mapping[str, int] = EQUAL) -> int:
 
 
 def peak_live(sequence: Sequence[Chunk]) -> int:
-    """Most activations that the rank holds at once: made by a forward, freed by its backward or the weight half of it."""
+    """Most activations that the rank holds at once: made by a forward, freed by its backward or the
+    weight half of it.
+    """
     live = peak = 0
     for pass_, _, _ in sequence:
         live += {"F": 1, "BI": 0, "BW": -1, "B": -1}[pass_]

@@ -21,10 +21,11 @@ def all_pairs(cases: Iterable[Paired]) -> set[object]:
 
 
 def cover(*parts: Sequence[C], wanted: Iterable[object] | None = None) -> list[C]:
-    """Cases in which every pair occurs that occurs in the first of *parts*, and does so among its cases; then the same of the next.
+    """Cases in which every pair occurs that occurs in the first of *parts*, and does so among its
+    cases; then the same of the next.
 
-    Greedy, deterministic: always the case with most pairs that are still missing; of equals the one that comes first. *wanted*: these pairs
-    instead of those of a part.
+    Greedy, deterministic: always the case with most pairs that are still missing; of equals the one
+    that comes first. *wanted*: these pairs instead of those of a part.
     """
     chosen: list[C] = []
     for part in parts:

@@ -1,7 +1,9 @@
-"""Training DAGs made without a model and without torch, for tests of everything from filters to the planner.
+"""Training DAGs made without a model and without torch, for tests of everything from filters to the
+planner.
 
-Bodies are opaque: they have the right inputs and outputs, and no meaning. :func:`chain` is a pipeline with the features
-that real models have; :func:`network` is any graph of regions, for property tests.
+Bodies are opaque: they have the right inputs and outputs, and no meaning. :func:`chain` is a
+pipeline with the features that real models have; :func:`network` is any graph of regions, for
+property tests.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,12 +117,14 @@ def chain(
     weighted: bool = False,
     whole: bool = False,
 ) -> Dag:
-    """``num_stages`` ≥ 2 regions tagged PP, each with a weight, a forward chunk and a backward chunk.
+    """``num_stages`` ≥ 2 regions tagged PP, each with a weight, a forward chunk and a backward
+    chunk.
 
-    ``tied``: the last stage uses the first one's weight. ``detached``: the last stage reads the first one's weight without
-    giving it a gradient. ``skip``: the first stage's result is read by every later one. ``multi``: each forward has, as
-    the last one always has, a second result, which its backward reads. ``buffer``: the first forward reads and writes a buffer. ``weighted``: the loss comes with a
-    weight. ``whole``: a second batch leaf, read by all forwards, is not divided.
+    ``tied``: the last stage uses the first one's weight. ``detached``: the last stage reads the
+    first one's weight without giving it a gradient. ``skip``: the first stage's result is read by
+    every later one. ``multi``: each forward has, as the last one always has, a second result, which
+    its backward reads. ``buffer``: the first forward reads and writes a buffer. ``weighted``: the
+    loss comes with a weight. ``whole``: a second batch leaf, read by all forwards, is not divided.
     """
     assert num_stages >= 2
     b = Builder(batch_size)
@@ -171,15 +175,17 @@ def chain(
 
 @dataclass(frozen=True)
 class Region:
-    """One region of :func:`network`: the regions whose results it reads (none: the batch), and the weight it uses."""
+    """One region of :func:`network`: the regions whose results it reads (none: the batch), and the
+    weight it uses.
+    """
 
     reads: tuple[int, ...]
     weight: int
 
 
 def network(regions: Sequence[Region], *, batch_size: int, weighted: bool = False) -> Dag:
-    """Regions tagged R, each with one forward and one backward chunk; all results that no region reads go to the last one,
-    which makes the loss.
+    """Regions tagged R, each with one forward and one backward chunk; all results that no region
+    reads go to the last one, which makes the loss.
     """
     b = Builder(batch_size)
     x = b.value(HIDDEN, Role.INPUT, "inputs")

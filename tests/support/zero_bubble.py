@@ -6,8 +6,8 @@ import piper
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> list[piper.Order]:
-    """One order per stage: as 1F1B, but with the backward's halves apart: BW comes as much later as the stage is late in the pipeline
-    (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+    """One order per stage: as 1F1B, but with the backward's halves apart: BW comes as much later as
+    the stage is late in the pipeline (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
     """
     orders: list[piper.Order] = []
     for stage in range(num_stages):

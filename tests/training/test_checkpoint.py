@@ -109,7 +109,9 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """The same run, with a checkpoint after each step, stopped by Ctrl-C after the fourth; its folder."""
+    """The same run, with a checkpoint after each step, stopped by Ctrl-C after the fourth; its
+    folder.
+    """
     folder, watcher = tmp_path_factory.mktemp("stopped"), StopsAt(4)
     outcome = train(configured(folder, checkpoint_every=1), watcher)
     assert outcome.ending is Ending.INTERRUPTED
@@ -130,7 +132,9 @@ def test_the_last_checkpoints_are_kept(stopped):
 def test_a_run_that_goes_on_is_the_run_without_interruption(
     configure, folder, whole, stopped, then
 ):
-    """Under another strategy and in another folder; the metrics are those of one run, whose steps behind the checkpoint are done again."""
+    """Under another strategy and in another folder; the metrics are those of one run, whose steps
+    behind the checkpoint are done again.
+    """
     without, expected = whole
     checkpoint = stopped / "checkpoints" / "step-00000003"
     options = {"checkpoint_every": 4, "reference_steps": 4, "model": {"num_stages": 2}}
@@ -181,7 +185,9 @@ def test_a_difference_is_that_of_the_same_steps():
 
 
 def test_a_second_ctrl_c_leaves_the_last_checkpoint(configure, folder, stopped, monkeypatch):
-    """Even while the next one is being written. What a killed run left half written is removed before."""
+    """Even while the next one is being written. What a killed run left half written is removed
+    before.
+    """
     shutil.copytree(stopped, folder)
     partial = folder / "checkpoints" / ".partial-step-00000005-0a1b2c3d"
     partial.mkdir()

@@ -1,4 +1,6 @@
-"""Training DAGs made by hand: a chain of matrix products, small enough to read and real enough to run."""
+"""Training DAGs made by hand: a chain of matrix products, small enough to read and real enough to
+run.
+"""
 
 from piper.ids import NodeId, ValueId
 from piper.ir.body import Body, Call, DType, Ref, Sequence, TensorSpec, body_id
@@ -108,9 +110,10 @@ def chain(
 ) -> Dag:
     """``loss = sum(x @ w0 @ w1 … * t)`` with one region ``PP`` per matrix.
 
-    ``tied``: the last stage uses ``w0``. ``weighted``: a weighted loss, weight ``sum(t * t)``. ``skip``: each middle
-    stage multiplies the first stage's output instead of its predecessor's (the last one follows its predecessor), so
-    that one value goes to several stages. ``buffer``: stage 0 adds and doubles a buffer.
+    ``tied``: the last stage uses ``w0``. ``weighted``: a weighted loss, weight ``sum(t * t)``.
+    ``skip``: each middle stage multiplies the first stage's output instead of its predecessor's
+    (the last one follows its predecessor), so that one value goes to several stages. ``buffer``:
+    stage 0 adds and doubles a buffer.
     """
     make = _Maker()
     names = [f"w{s}" for s in range(stages)]
@@ -173,8 +176,9 @@ def chain(
 
 
 def handed_out_view() -> Dag:
-    """``loss = sum(x @ w0 @ w1 * t)``, whose first forward also hands out the transpose of ``w0``, a view. A late
-    chunk uses it for a second contribution to ``w1``."""
+    """``loss = sum(x @ w0 @ w1 * t)``, whose first forward also hands out the transpose of ``w0``,
+    a view. A late chunk uses it for a second contribution to ``w1``.
+    """
     make = _Maker()
     w0, w1 = (make.value(MATRIX, Role.PARAMETER, name) for name in ("w0", "w1"))
     x, target = make.value(ROWS, Role.INPUT, "inputs"), make.value(ROWS, Role.INPUT, "targets")

@@ -454,7 +454,9 @@ def _swap_collectives(m: Mutator) -> Result:
 
 
 def _add_in_place(m: Mutator) -> Result:
-    """A contribution is added to in place that was not, its slot emptied by that; or the other way round."""
+    """A contribution is added to in place that was not, its slot emptied by that; or the other way
+    round.
+    """
     place = m.where(lambda x: isinstance(x, Accumulate) and x.totals != x.left)
     if place is None:
         return None

@@ -1,4 +1,6 @@
-"""Damaged plans: the verifier refuses whatever can go wrong when run. ``benchmarks/mutation.py`` has the full figure."""
+"""Damaged plans: the verifier refuses whatever can go wrong when run. ``benchmarks/mutation.py``
+has the full figure.
+"""
 
 import pytest
 from tests.verify.captured import CAPTURED, trainings
@@ -53,7 +55,9 @@ def test_no_harmful_mutation_is_accepted(name):
 
 
 def test_the_adversary_finds_a_missing_wait():
-    """What runs in order on a CPU by chance is found by an executor whose streams run at any speed."""
+    """What runs in order on a CPU by chance is found by an executor whose streams run at any
+    speed.
+    """
     training, strategy = TRAININGS["1f1b"]()
     plan = make(training.dag, strategy)
     expected = reference(training, plan)

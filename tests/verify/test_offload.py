@@ -72,7 +72,9 @@ def test_copies_of_two_microbatches_swapped(plan):
 
 
 def test_the_device_asks_for_a_copy_and_does_not_wait(plan):
-    """Each wait for a copy, one after the other: of compute for the fetch, of the fetch for the offload, of the free."""
+    """Each wait for a copy, one after the other: of compute for the fetch, of the fetch for the
+    offload, of the free.
+    """
     program = plan.devices[DEVICE].instructions
     events = {
         i.record

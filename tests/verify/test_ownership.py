@@ -17,7 +17,9 @@ from piper.verify import find_problems
 
 
 class Shared(nn.Module):
-    """Two parameters whose gradients are one tensor, one whose gradient is a view of it, and one that has its own."""
+    """Two parameters whose gradients are one tensor, one whose gradient is a view of it, and one
+    that has its own.
+    """
 
     def __init__(self):
         super().__init__()

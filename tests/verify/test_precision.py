@@ -40,7 +40,9 @@ def make(loss, precision, **options):
 
 
 def problems(plan, kind, edit):
-    """The text of what is wrong once device 0's first instruction of *kind* is what *edit* makes of it; ``None`` removes it."""
+    """The text of what is wrong once device 0's first instruction of *kind* is what *edit* makes of
+    it; ``None`` removes it.
+    """
     mine = plan.devices[0]
     position, found = next((i, x) for i, x in enumerate(mine.instructions) if isinstance(x, kind))
     made = edit(found, mine)

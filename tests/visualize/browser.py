@@ -79,7 +79,9 @@ class Opened:
         self.settle()
 
     def colour(self, label, device, chart=0):
-        """What colour the box is drawn in: that of a pixel left of its text, as red, green, blue."""
+        """What colour the box is drawn in: that of a pixel left of its text, as red, green,
+        blue.
+        """
         x, y = self.place(label, device, chart)
         return self.pixel(x, y - 7, chart)
 
