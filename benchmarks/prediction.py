@@ -25,6 +25,7 @@ from benchmarks.links import Link, free_port, open_link
 from benchmarks.pipelines import CONFIG, build_optimizer
 from benchmarks.processes import OneOf, join, launch, pinned
 from benchmarks.support import machine
+from torch._C._distributed_c10d import PrefixStore
 
 from piper import strategies
 from piper.api.programs import Program, Programs, model_tensors
@@ -129,7 +130,7 @@ def work(rank: int, setup: Setup) -> None:
     made = {case.name: program_of(case, setup) for case in CASES}
     backends: dict[str, OneOf] = {}
     for name, (program, model) in made.items():
-        backend = backends[name] = OneOf(rank, RANKS, dist.PrefixStore(name, store), host[rank])
+        backend = backends[name] = OneOf(rank, RANKS, PrefixStore(name, store), host[rank])
         backend.start(RANKS)
         backend.load("train", program.plan, program.signature, program.constants)
         backend.initialise("train", model_tensors(model), OptimizerSpec(build_optimizer))
