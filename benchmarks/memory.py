@@ -48,7 +48,7 @@ from piper.models.transformer import Block, Transformer, TransformerConfig, tran
 from piper.plan.account import account, adam_bytes, gloo_frame
 from piper.plan.codec import decode_plan, encode_plan
 from piper.plan.model import Plan
-from piper.runtime.batch import Batch, signature
+from piper.runtime.batch import signature
 from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
 from piper.schedules import SCHEDULES
 
@@ -119,7 +119,10 @@ def build_optimizer(parameters: ParamsArgument) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def batch_of(setup: Setup, rows: int) -> Batch:
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+
+def batch_of(setup: Setup, rows: int) -> Tensors:
     """A global batch whose microbatches have *rows* rows."""
     generator = torch.Generator().manual_seed(rows)
     shape = (REPLICAS * setup.microbatches * rows, setup.seq_len + 1)
@@ -181,7 +184,7 @@ class TorchSide:
         self,
         schedule: str,
         stages: Sequence[tuple[Stage, torch.nn.Module, int]],
-        batch: Batch,
+        batch: Tensors,
     ) -> Step:
         """Forward and backward of all microbatches of this replica's share of *batch*."""
         cls, owned = TORCH_SCHEDULES[schedule]
@@ -201,7 +204,7 @@ class TorchSide:
 
         return step
 
-    def start(self, model: Transformer, mode: str, batch: Batch) -> Start:
+    def start(self, model: Transformer, mode: str, batch: Tensors) -> Start:
         """Training under 1F1B."""
 
         def begin(live: Live | None) -> Step:
@@ -220,7 +223,7 @@ class TorchSide:
 
         return begin
 
-    def gradient_error(self, model: Transformer, schedule: str, mode: str, batch: Batch) -> str:
+    def gradient_error(self, model: Transformer, schedule: str, mode: str, batch: Tensors) -> str:
         """The largest relative error of a gradient here, and how many there are none of."""
         reference = copy.deepcopy(model)
         transformer_loss(reference(batch[0]), batch[1]).backward()
@@ -274,7 +277,7 @@ class PiperSide:
         """The most bytes of any device."""
         return max(m.peak for m in account(made, adam_bytes, frame_bytes=gloo_frame))
 
-    def start(self, model: Transformer, level: int, batch: Batch, rows: int) -> tuple[Start, int]:
+    def start(self, model: Transformer, level: int, batch: Tensors, rows: int) -> tuple[Start, int]:
         """Training under 1F1B, and the bytes that were planned for it."""
         told: list[object] = [None]
         if self.rank == 0:
@@ -451,14 +454,14 @@ def gradient_lines(setup: Setup, side: TorchSide) -> Iterator[str]:
         for mode in setup.modes:
             error = side.gradient_error(model, schedule, mode, batch)
             yield f"gradients torch {schedule:23} {mode:11} {error}"
-    for name, schedule in SCHEDULES.items():
-        virtual = 2 if schedule.placement.virtual_stages else 1
+    for name, ours in SCHEDULES.items():
+        virtual = 2 if ours.placement.virtual_stages else 1
         for level in setup.levels:
             if dist.get_rank() == 0:
                 yield f"gradients piper {name:23} ZeRO-{level}      {_checked(small, name, virtual, level, batch)}"
 
 
-def _checked(setup: Setup, schedule: str, virtual: int, level: int, batch: Batch) -> str:
+def _checked(setup: Setup, schedule: str, virtual: int, level: int, batch: Tensors) -> str:
     strategy = piper.strategies.pipeline(
         schedule, GROUPS, setup.microbatches, num_virtual_stages=virtual, zero=level
     )

@@ -7,11 +7,10 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-import torch.distributed as dist
 from benchmarks.links import Link
 from benchmarks.processes import OneOf
 from benchmarks.stages import Stage
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -120,7 +119,7 @@ class PiperSide:
         self.watched, self.gradients = False, {}
         self._setup = setup
         host = setup.link.addresses[rank]
-        self._backend = OneOf(rank, RANKS, dist.PrefixStore(name, store), host)
+        self._backend = OneOf(rank, RANKS, PrefixStore(name, store), host)
         self._backend.start(RANKS)
         program = self.program
         self._backend.load("train", program.plan, program.signature, program.constants)

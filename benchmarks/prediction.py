@@ -30,6 +30,7 @@ from benchmarks.links import Link, free_port, open_link
 from benchmarks.pipelines import CONFIG, build_optimizer
 from benchmarks.processes import OneOf, join, launch, pinned
 from benchmarks.support import busy_seconds, machine
+from torch._C._distributed_c10d import PrefixStore
 
 import piper
 from piper import strategies
@@ -213,7 +214,7 @@ def work(rank: int, setup: Setup) -> None:
     backends: dict[str, OneOf] = {}
     for case in CASES:
         name = case.name
-        backend = backends[name] = OneOf(rank, RANKS, dist.PrefixStore(name, store), host[rank])
+        backend = backends[name] = OneOf(rank, RANKS, PrefixStore(name, store), host[rank])
         backend.start(RANKS)
         backend.load("train", plans[name], signature(data), programs[name].constants)
         weights = model_tensors(model_of(case, setup))

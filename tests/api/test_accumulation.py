@@ -143,7 +143,9 @@ def test_experts(flags):
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("flags", [{}, {"shard_optimizer": True}])
+@pytest.mark.parametrize(
+    "flags", [pytest.param({}, marks=pytest.mark.full), {"shard_optimizer": True}]
+)
 def test_processes(flags):
     how = strategy(GROUPS, bucket_size=1e-4, **flags)
     assert_accumulates_equal(Model(3.0, tied=True), weighted, how, norm=(0.3, 2.0), backend="ray")
