@@ -182,6 +182,14 @@ def test_tied_across_stages_sharded_within_and_replicated_across(zero, form):
 
 
 @pytest.mark.parametrize("zero", LEVELS)
+def test_tied_across_stages_clipped(zero):
+    """The norm counts each slice of the shared weight once, though four pairs hold it."""
+    batch = (randn(16, 3), randn(16, 2, seed=1))
+    strategy = across_stages(zero, "one each")
+    piper.check(Tied(), mse, strategy, batch, optimizer=adamw, max_grad_norm=0.01).require()
+
+
+@pytest.mark.parametrize("zero", LEVELS)
 def test_tied_in_both_directions_of_a_pipeline_sharded_within_and_replicated_across(zero):
     strategy = [
         piper.Split({}, num_microbatches=2),

@@ -15,7 +15,7 @@ class Place(Directive, frozen=True):
     """Put the matched nodes on a device group; ``stream`` carries their messages to other groups.
 
     A group of n > 1 devices runs n replicas and must be claimed by ``Replicate``. Linked groups
-    must have equal sizes.
+    must have equal sizes; expert regions on a group of another size are placed by their ``Shard``.
 
     Before ``Place({"PP": 1}, devices=[1])`` after ``Place({"PP": 0}, devices=[0])``::
 
