@@ -14,9 +14,9 @@ def shown(result):
 def test_the_totals_are_those_of_the_schedule(piper, write):
     lines = shown(piper("simulate", write()))
     # Two stages, two microbatches: (p - 1) / (m + p - 1).
-    assert lines[0] == "simulated: step 9 forwards, bubble 33.3%"
+    assert lines[0] == "simulated: step 9 F (F: one forward), bubble 33.3%"
     rows = [line.split() for line in lines]
-    assert ["0", "6", "33.3%", "0"] in [row[:4] for row in rows]
+    assert ["0", "6", "F", "33.3%", "0"] in [row[:5] for row in rows]
     assert any(row[:2] == ["B", "PP=1"] for row in rows)
 
 

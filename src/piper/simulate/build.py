@@ -7,11 +7,13 @@ from piper.ops.base import Instruction, Rendezvous
 from piper.ops.compute import Compute
 from piper.plan.memory import DeviceMemory
 from piper.plan.model import DevicePlan, Plan
+from piper.plan.recomputed import recomputed_flops
 from piper.plan.work import body_work, touched_bytes
 from piper.simulate.critical import critical_path, waited_on
 from piper.simulate.describe import describe
 from piper.simulate.engine import NOTHING, Run
 from piper.simulate.timeline import (
+    SECONDS,
     VERSION,
     Box,
     DeviceTimeline,
@@ -32,13 +34,14 @@ def build_timeline(
     source: Source = Source.SIMULATED,
     seconds: float | None = None,
     clock_error: float = 0.0,
+    unit: str = SECONDS,
 ) -> Timeline:
     """The timeline of *found*, in which *memory* was used (by device). *seconds*: the step's length, if it did not end with the last
-    instruction; *peak*: floating-point operations per second of one device.
+    instruction; *peak*: floating-point operations per second of one device; *unit*: what times are counted in.
     """
     length = max(found.end, default=0.0) if seconds is None else seconds
     builder = _Builder(plan, found, length)
-    return builder.build(memory, peak=peak, source=source, clock_error=clock_error)
+    return builder.build(memory, peak=peak, source=source, clock_error=clock_error, unit=unit)
 
 
 def meeting_bytes(meeting: Rendezvous) -> int:
@@ -62,6 +65,7 @@ class _Builder:
         peak: float | None,
         source: Source,
         clock_error: float,
+        unit: str,
     ) -> Timeline:
         """The whole timeline."""
         stands_for = {role[0]: role for role in self.plan.represented()}
@@ -71,6 +75,13 @@ class _Builder:
             if mine.device in stands_for
         )
         flops = sum(b.flops * len(d.stands_for) for d in devices for b in d.boxes())
+        again = recomputed_flops(self.plan.dag, self.plan.bindings)
+        recomputed = sum(
+            again.get(b.node, 0.0) * len(d.stands_for)
+            for d in devices
+            for b in d.boxes()
+            if again and b.flops
+        )
         whole = self.seconds * self.plan.num_devices * (peak or 0.0)
         return Timeline(
             version=VERSION,
@@ -79,7 +90,10 @@ class _Builder:
             num_devices=self.plan.num_devices,
             splits=tuple(split.name for split in self.plan.dag.splits),
             flops=flops,
-            mfu=flops / whole if whole else None,
+            recomputed=recomputed,
+            mfu=(flops - recomputed) / whole if whole else None,
+            hfu=flops / whole if whole else None,
+            unit=unit,
             devices=devices,
             critical_path=self.path,
             clock_error=clock_error,
