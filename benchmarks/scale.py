@@ -12,12 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from benchmarks.support import machine
 from tests.support.synthetic import chain
 
 from piper import Place, Replicate, Shard, Split, apply, plan, schedules, simulate, verify
+from piper.capture import capture
 from piper.directives.base import Directive
 from piper.ir.dag import Dag
+from piper.models import MoE, MoEConfig, moe_loss
 
 T = TypeVar("T")
 
@@ -40,11 +43,6 @@ def strategy(
 
 def mixture(stages: int, batch_size: int) -> Dag:
     """A captured decoder with a mixture of eight experts in each stage, dropless."""
-    import torch
-
-    from piper.capture import capture
-    from piper.models import MoE, MoEConfig, moe_loss
-
     config = MoEConfig(num_layers=stages, num_stages=stages, num_heads=2, width=64)
     ids = torch.zeros((4, 16), dtype=torch.int64)
     return replace(capture(MoE(config), moe_loss, (ids, ids)), batch_size=batch_size)

@@ -23,6 +23,7 @@ from piper.training.config import RunConfig, load_config
 from piper.training.model import make_skeleton
 from piper.visualize.trace import save_trace
 
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What the command line says about costs: a preset or ``unit``, or a measured profile; the machines, if not as many as needed."""

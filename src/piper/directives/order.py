@@ -124,9 +124,7 @@ def _orderable(node: Node) -> bool:
     return isinstance(node, Comm) or not node.derived or isinstance(node.work, Update)
 
 
-def _ends(
-    dag: Dag, nodes: Iterable[NodeId]
-) -> tuple[tuple[NodeId, ...], tuple[NodeId, ...]]:
+def _ends(dag: Dag, nodes: Iterable[NodeId]) -> tuple[tuple[NodeId, ...], tuple[NodeId, ...]]:
     """Those of *nodes* that read nothing of the others, and those that the others read nothing of: edges to the first and
     from the second order all of them.
     """

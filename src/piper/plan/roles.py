@@ -158,9 +158,7 @@ class _Structure:
 class _Symmetries:
     """The symmetries of *count* replicas, among those that are tried; *widths* are the sizes of smaller groups."""
 
-    def __init__(
-        self, count: int, structures: Sequence[_Structure], widths: Sequence[int]
-    ) -> None:
+    def __init__(self, count: int, structures: Sequence[_Structure], widths: Sequence[int]) -> None:
         self._count, self._structures = count, structures
         self._grids = list(_grids(count, widths))
         self._known: dict[tuple[_Digit, int, int], bool] = {}
@@ -173,9 +171,7 @@ class _Symmetries:
             return exchange
         for grid in self._grids:
             swaps = [
-                (digit, a, b)
-                for digit in grid
-                if (a := digit.of(one)) != (b := digit.of(other))
+                (digit, a, b) for digit in grid if (a := digit.of(one)) != (b := digit.of(other))
             ]
             if all(self._may_swap(*swap) for swap in swaps):
                 renaming = list(range(self._count))

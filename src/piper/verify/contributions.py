@@ -338,13 +338,13 @@ class _Symbolic:
 def _carry(given: Given) -> Columns:
     """A message or a broadcast: all get what the first member has."""
     carried = given.of_first_member()
-    return {device: carried for device in given.places}
+    return dict.fromkeys(given.places, carried)
 
 
 def _all_reduce(given: Given) -> Columns | None:
     """Every member gets the sums."""
     sums = given.sums()
-    return None if sums is None else {device: sums for device in given.places}
+    return None if sums is None else dict.fromkeys(given.places, sums)
 
 
 def _reduce_scatter(given: Given) -> Columns | None:

@@ -68,9 +68,7 @@ class Given:
             results.append(together(present, hash(tuple(term.history for term in present))))
         return results
 
-    def _on(
-        self, members: tuple[DeviceId, ...], party: Party, total: Total | None
-    ) -> Total | None:
+    def _on(self, members: tuple[DeviceId, ...], party: Party, total: Total | None) -> Total | None:
         """What *total*, which *party* has, is on *members* together; ``None`` for no sum, and if it is not for the same on all of them."""
         if total is None or self.roles is None or members == (party.device,):
             return total

@@ -1,7 +1,7 @@
 """Numbers as symbols: what a sum is the sum of, what a norm counts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WHOLE = -1
 """The slice number of a sum that was not cut into slices."""
@@ -48,7 +48,7 @@ def together(totals: Sequence[Total], history: int) -> Total:
     start = min(total.start for total in totals)
     digits = sum(total.digits << (8 * (total.start - start)) for total in totals)
     scaled = all(total.scaled for total in totals)
-    return Total(first.name, digits, history, first.shard, False, scaled, first.part, start)
+    return replace(first, digits=digits, history=history, final=False, scaled=scaled, start=start)
 
 
 @dataclass(frozen=True, slots=True)

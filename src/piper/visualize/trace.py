@@ -53,7 +53,11 @@ def save_trace(timeline: Timeline, path: str | Path) -> None:
     """Write the trace of *timeline* to *path* (JSON)."""
     contents = {
         "displayTimeUnit": "ms",
-        "otherData": {"source": timeline.source, "step_seconds": timeline.seconds, "unit": timeline.unit},
+        "otherData": {
+            "source": timeline.source,
+            "step_seconds": timeline.seconds,
+            "unit": timeline.unit,
+        },
         "traceEvents": list(trace_events(timeline)),
     }
     Path(path).write_bytes(msgspec.json.encode(contents))
