@@ -1,10 +1,11 @@
 """How much of a step's work is done a second time: what backwards recompute of their forwards."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from graphlib import TopologicalSorter
 
 from piper.ids import BodyId, NodeId, ValueId
 from piper.ir.body import call_refs
-from piper.ir.dag import Chunk, Dag, Pass, Role
+from piper.ir.dag import Chunk, Dag, Node, Pass, Role
 from piper.ops.compute import Call
 from piper.plan.work import working_calls
 
@@ -18,6 +19,8 @@ def recomputed_flops(dag: Dag, bindings: Mapping[str, int]) -> Mapping[NodeId, f
     if not any(chunk.recompute is not None for chunk in dag.chunks()):
         return {}
     finder = _Finder(dag, bindings)
+    for node in TopologicalSorter(dag.predecessors).static_order():
+        finder.look(dag.nodes[node])
     found = {
         chunk.id: finder.recomputed(chunk)
         for chunk in dag.chunks()
@@ -34,32 +37,27 @@ class _Finder:
             tuple[BodyId, tuple[bool, ...]], tuple[float, tuple[bool, ...]]
         ] = {}  # by body and which inputs are gradients: FLOPs that need none, which outputs need one
 
+    def look(self, node: Node) -> None:
+        """Find out which of the node's outputs depend on gradients; all nodes before it have been looked at."""
+        for value in node.inputs:
+            if value not in self._gradients and value not in self.dag.producers:
+                self._gradients[value] = self.dag.values[value].role is Role.SEED
+        self._gradients.update(zip(node.outputs, self._outputs(node), strict=True))
+
     def recomputed(self, chunk: Chunk) -> float:
         """The FLOPs of *chunk* that depend on no gradient."""
         return self._traced(chunk)[0]
 
-    def _depends(self, value: ValueId) -> bool:
-        """Whether *value* depends on a gradient, the loss's own included."""
-        if (known := self._gradients.get(value)) is None:
-            known = self._gradients[value] = self._look(value)
-        return known
-
-    def _look(self, value: ValueId) -> bool:
-        producer = self.dag.producers.get(value)
-        if producer is None:
-            return self.dag.values[value].role is Role.SEED
-        node = self.dag.nodes[producer]
-        if not isinstance(node, Chunk):  # a copy of what it carries
-            return any(map(self._depends, node.inputs))
-        if node.pass_ is Pass.FORWARD:
-            return False
-        if not isinstance(node.work, Call):
-            return True
-        return self._traced(node)[1][node.outputs.index(value)]
+    def _outputs(self, node: Node) -> Sequence[bool]:
+        if not isinstance(node, Chunk):  # copies of what it carries
+            return [any(self._gradients[v] for v in node.inputs)] * len(node.outputs)
+        if isinstance(node.work, Call) and node.pass_ in _BACKWARD:
+            return self._traced(node)[1]
+        return [node.pass_ is not Pass.FORWARD] * len(node.outputs)
 
     def _traced(self, chunk: Chunk) -> tuple[float, tuple[bool, ...]]:
         assert isinstance(chunk.work, Call), f"core chunk {chunk.label!r} calls no body"
-        given = tuple(map(self._depends, chunk.inputs))
+        given = tuple(self._gradients[value] for value in chunk.inputs)
         key = (chunk.work.body, given)
         if (known := self._bodies.get(key)) is None:
             known = self._bodies[key] = self._trace(*key)

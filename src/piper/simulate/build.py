@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from piper.ids import COMPUTE, DeviceId, Stream
+from piper.ids import COMPUTE, DeviceId, NodeId, Stream
 from piper.ops.base import Instruction, Rendezvous
 from piper.ops.compute import Compute
 from piper.plan.memory import DeviceMemory
@@ -10,7 +10,7 @@ from piper.plan.model import DevicePlan, Plan
 from piper.plan.recomputed import recomputed_flops
 from piper.plan.work import body_work, touched_bytes
 from piper.simulate.critical import critical_path, waited_on
-from piper.simulate.describe import describe
+from piper.simulate.describe import Described, describe
 from piper.simulate.engine import NOTHING, Run
 from piper.simulate.timeline import (
     SECONDS,
@@ -55,6 +55,7 @@ class _Builder:
     def __init__(self, plan: Plan, found: Run, seconds: float) -> None:
         self.plan, self.run, self.seconds = plan, found, seconds
         self.work = {name: body_work(body, plan.bindings) for name, body in plan.dag.bodies.items()}
+        self.described: dict[tuple[NodeId, type[Instruction]], Described] = {}
         self.path = critical_path(plan, found)
         self.critical = {(link.device, link.position) for link in self.path}
 
@@ -126,7 +127,7 @@ class _Builder:
     def _box(self, device: DeviceId, position: int, instruction: Instruction) -> Box:
         place = self.run.offsets[device] + position
         meeting = instruction.rendezvous()
-        described = describe(self.plan, instruction)
+        described = self._described(instruction)
         flops, nbytes = 0.0, 0
         if isinstance(instruction, Compute):
             work = self.work[instruction.body]
@@ -154,6 +155,13 @@ class _Builder:
             if number == NOTHING or meeting is None
             else f"{meeting.communicator}#{number}",
         )
+
+    def _described(self, instruction: Instruction) -> Described:
+        """Remembered: all members of a node have instructions of one or two types."""
+        key = (instruction.node, type(instruction))
+        if (known := self.described.get(key)) is None:
+            known = self.described[key] = describe(self.plan, instruction)
+        return known
 
     def _curve(self, device: DeviceId, memory: DeviceMemory) -> MemoryCurve:
         """Memory after each instruction, at the time at which it is complete. Communication takes its memory when it is issued, which
