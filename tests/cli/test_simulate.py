@@ -14,9 +14,9 @@ def shown(result):
 def test_the_totals_are_those_of_the_schedule(piper, write):
     lines = shown(piper("simulate", write()))
     # Two stages, two microbatches: (p - 1) / (m + p - 1).
-    assert lines[0] == "simulated: step 9 forwards, bubble 33.3%"
+    assert lines[0] == "simulated: step 9 F (F: one forward), bubble 33.3%"
     rows = [line.split() for line in lines]
-    assert ["0", "6", "33.3%", "0"] in [row[:4] for row in rows]
+    assert ["0", "6", "F", "33.3%", "0"] in [row[:5] for row in rows]
     assert any(row[:2] == ["B", "PP=1"] for row in rows)
 
 
@@ -81,3 +81,37 @@ def test_explain_of_nothing(piper, write):
     result = piper("explain", "F PP=7", write())
     assert result.exit_code == 1
     assert "no node has the label 'F PP=7'" in result.stderr
+
+
+MANY = {
+    "strategy": 'schedule = "1f1b"\nnum_microbatches = 2\n'
+    f"groups = [{list(range(17))}, {list(range(17, 34))}]",
+    "train": SECTIONS["train"].replace("batch_size = 4", "batch_size = 68"),
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "view"])
+def test_plans_for_many_devices_are_folded(piper, write, command):
+    lines = shown(piper(command, write(**MANY)))
+    (said,) = [line for line in lines if line.startswith("folded: ")]
+    assert said.startswith("folded: 34 devices have ")
+    roles = int(said.split()[4])
+    assert roles < 10
+    if command != "view":
+        assert sum(line.split()[1:2] == ["(+16)"] for line in lines) >= 1 or roles > 2
+
+
+def test_instructions_are_those_of_all_devices(piper, write):
+    text = "\n".join(shown(piper("plan", write(**MANY), "--text")))
+    assert "folded" not in text
+    assert "device 33" in text
+
+
+def test_explanations_take_the_same_costs(piper, write):
+    config = write()
+    in_forwards = "\n".join(shown(piper("explain", "device 1", config)))
+    in_seconds = "\n".join(
+        shown(piper("explain", "device 1", config, "--device", "H100", "--devices-per-node", 1))
+    )
+    assert "computes 6," in in_forwards
+    assert "computes 6," not in in_seconds

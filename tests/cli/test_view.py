@@ -50,7 +50,7 @@ def test_a_configuration_is_simulated(piper, write, tmp_path):
     assert result.exit_code == 0, result.output
     data = shown(tmp_path / "plan.html")
     (timeline,) = data["timelines"]
-    assert data["unit"] == "forwards"
+    assert data["unit"] == "F"
     assert timeline["seconds"] == 9  # two stages, two microbatches: (2 + 1) · (1 + 2)
     assert timeline["num_devices"] == 2
 

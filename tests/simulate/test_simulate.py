@@ -4,10 +4,12 @@ from itertools import pairwise
 import msgspec
 import pytest
 from tests.support.synthetic import Region, chain, network
+from tests.verify import captured
 from tests.verify.plans import CASES, case, drop, find, interleaved, make, pipeline
 
 from piper import apply, load_timeline, plan, schedules
 from piper.directives.place import Place
+from piper.directives.recompute import Recompute
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
 from piper.dtypes import DType
@@ -459,3 +461,30 @@ def test_flops_are_counted_on_every_device():
     )
     assert line.flops == expected > 0
     assert line.mfu == pytest.approx(expected / (line.seconds * 4 * costs.peak_flops))
+
+
+@pytest.mark.parametrize("schedule", [schedules.one_f_one_b, schedules.zb_h1])
+@pytest.mark.parametrize("shard_params", [False, True])
+def test_recomputation_is_the_hardwares_work_but_not_the_models(schedule, shard_params):
+    training = captured._transformer(tied=False, stages=2)
+    strategy = [
+        Place({"PP": 0}, [0, 1]),
+        Place({"PP": 1}, [2, 3]),
+        Replicate({}, shard_params=shard_params),
+        Split({}, num_microbatches=2),
+        *schedule(2, 2),
+    ]
+    plain = simulate(plan(apply(training.dag, strategy)), "H100")
+    again = simulate(plan(apply(training.dag, [*strategy, Recompute({})])), "H100")
+    assert plain.recomputed == 0
+    assert plain.mfu == plain.hfu
+    assert again.recomputed > 0.2 * plain.flops
+    assert again.flops - again.recomputed == pytest.approx(plain.flops, rel=1e-12)
+    whole = again.seconds * 4 * hardware("H100").peak_flops
+    assert again.mfu == pytest.approx(plain.flops / whole)
+    assert again.hfu == pytest.approx(again.flops / whole)
+
+
+def test_a_timeline_knows_its_unit():
+    assert simulate(case("1f1b")).unit == "F"
+    assert simulate(case("1f1b"), "H100").unit == "s"

@@ -222,6 +222,11 @@ class _Explainer:
                 f"there is no device {device}; the plan has devices 0 to {len(self.plan.devices) - 1}"
             )
         instructions = self.plan.devices[device].instructions
+        role = next(r for r in self.plan.represented() if device in r)
+        if role[0] != device:
+            raise PlanError(
+                f"device {device} does the same as device {role[0]}, which has the program of both; ask for {role[0]}#{position}"
+            )
         if position >= len(instructions):
             raise PlanError(f"device {device} has {len(instructions)} instructions, no #{position}")
         instruction = instructions[position]

@@ -45,7 +45,8 @@ class Programs:
     ``batch_dims`` is that of :func:`piper.capture`. A model whose graph does not hold for the strategy's microbatch
     size is captured again at that size. So is one whose modules have changed between training and evaluation mode, or
     some of whose parameters were frozen. ``clip`` is that of every training step, ``precision`` that of
-    every step, ``limits`` those of every plan.
+    every step, ``limits`` those of every plan. Plans of more than ``fold_above`` devices are folded if that makes them smaller: they can be
+    looked at, not run.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class Programs:
         clip: Clip | None = None,
         precision: Precision | None = None,
         limits: Limits | None = None,
+        fold_above: int | None = None,
     ) -> None:
+        self.fold_above = fold_above
         self.limits = limits or Limits()
         self.precision = precision
         self.loss_scaled = precision is not None and precision.loss_scale is not None
@@ -85,11 +88,16 @@ class Programs:
         alike = (mode, found, _flags(self.model))
         if (alike, use) not in self._made:
             captured, dag = self._apply(alike, batch, strategy, use, grad=mode == "train")
-            planned = plan_with(dag, self.limits)
+            planned = plan_with(dag, self.limits, fold=self._pays_to_fold(dag))
             verify(planned)
             key = f"{mode}-{len(self._made)}"
             self._made[alike, use] = Program(key, planned, found, captured)
         return self._made[alike, use]
+
+    def _pays_to_fold(self, dag: Dag) -> bool:
+        if self.fold_above is None:
+            return False
+        return len({d for chunk in dag.chunks() for d in chunk.participants}) > self.fold_above
 
     def _apply(
         self,

@@ -31,6 +31,29 @@ Traceback = Annotated[
     bool, typer.Option("--traceback", help="On an error, show where in piper it was found.")
 ]
 
+UNIT = "unit"
+"""The name of unit costs, which are the default."""
+
+# How long things take in what is simulated; the same options wherever something is.
+DeviceName = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="A100, H100, H200 or CPU; unit counts in forwards: F = 1, a backward is 2.",
+    ),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Durations that `piper profile` measured."),
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", min=1, help="Machines (default: as many as needed).")
+]
+DevicesPerNode = Annotated[
+    int | None, typer.Option("--devices-per-node", min=1, help="Devices per machine.")
+]
+
 
 class Costs(StrEnum):
     """Where ``piper plan`` takes the durations of the chunks from."""
@@ -146,23 +169,10 @@ def plan(
 @app.command()
 def simulate(
     config: ConfigPath,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="A100, H100, H200 or CPU; unit counts a forward as 1 and a backward as 2.",
-        ),
-    ] = "unit",
-    profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Durations that `piper profile` measured."),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines (default: as many as needed).")
-    ] = None,
-    devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Devices per machine.")
-    ] = None,
+    device: DeviceName = UNIT,
+    profile: ProfileFile = None,
+    nodes: Nodes = None,
+    devices_per_node: DevicesPerNode = None,
     top: Annotated[int, typer.Option(min=1, help="Lines of the critical path.")] = 8,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")
@@ -198,22 +208,13 @@ def view(
             "-o", "--output", metavar="FILE", help="What to write: .html, .svg or .json (a trace)."
         ),
     ] = Path("schedule.html"),
-    device: Annotated[
-        str, typer.Option(metavar="NAME", help="A100, H100, H200, CPU or unit, for a CONFIG.toml.")
-    ] = "unit",
-    profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Durations that `piper profile` measured."),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines (default: as many as needed).")
-    ] = None,
-    devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Devices per machine.")
-    ] = None,
+    device: DeviceName = UNIT,
+    profile: ProfileFile = None,
+    nodes: Nodes = None,
+    devices_per_node: DevicesPerNode = None,
     traceback: Traceback = False,
 ) -> None:
-    """Draw a step as a page to look around in, or as a static picture."""
+    """Draw a step as a page to look around in, or as a static picture: one that was recorded, or a configuration's, planned and simulated here."""
     with _reporting(traceback):
         from piper.cli.simulate import Choice
         from piper.cli.view import view as run
@@ -248,16 +249,18 @@ def explain(
         ),
     ],
     config: ConfigPath,
-    device: Annotated[
-        str, typer.Option(metavar="NAME", help="A100, H100, H200, CPU or unit.")
-    ] = "unit",
+    device: DeviceName = UNIT,
+    profile: ProfileFile = None,
+    nodes: Nodes = None,
+    devices_per_node: DevicesPerNode = None,
     traceback: Traceback = False,
 ) -> None:
     """Say why something runs where and when it does: which directive placed it, what it waits for."""
     with _reporting(traceback):
         from piper.cli.explain import explain as run
+        from piper.cli.simulate import Choice
 
-        run(what, config, Console(), device)
+        run(what, config, Console(), Choice(device, profile, nodes, devices_per_node))
 
 
 @app.command()

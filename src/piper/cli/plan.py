@@ -36,6 +36,9 @@ from piper.training.model import make_model, make_skeleton
 from piper.training.sections import OptimizerSection, SGDSection
 from piper.visualize.terminal import Box, DeviceRow, draw
 
+FOLD_ABOVE = 32
+"""Of plans for more devices, those that do the same are planned, simulated and shown once."""
+
 UNITS = {
     Pass.FORWARD: 1.0,
     Pass.BACKWARD: 2.0,
@@ -68,7 +71,9 @@ def plan(
         to_bytes(memory_budget, "--memory-budget")
         config = replace(config, memory=replace(config.memory, budget=memory_budget))
     model = make_model(config) if measured else make_skeleton(config)
-    program = make_program(config, model, measured=measured)
+    # Files and instructions are for all devices.
+    fold = not (measured or text or save is not None)
+    program = make_program(config, model, measured=measured, fold=fold)
     planned = program.plan
     if save is not None:
         save_plan(planned, save)
@@ -79,6 +84,7 @@ def plan(
     timelines = play(planned, durations)
     rows = list(boxes(planned, timelines))
     console.print(_headline(planned))
+    say_folded(planned, console)
     console.print(draw(rows, console.width))
     console.print(_table(planned, rows))
     if overlaps := overlap_text(planned):
@@ -89,8 +95,24 @@ def plan(
         console.print(Text(f"plan written to {save}"), soft_wrap=True)
 
 
-def make_program(config: RunConfig, model: Transformer, *, measured: bool = False) -> Program:
-    """The verified plan of a training step of *model*. Needs neither weights nor data."""
+def say_folded(plan: Plan, console: Console) -> None:
+    """Say so where one device stands for several."""
+    if plan.roles:
+        text = f"folded: {plan.num_devices} devices have {len(plan.roles)} roles; one device of each is shown, the others do the same"
+        console.print(Text(text), soft_wrap=True)
+
+
+def device_name(alike: Sequence[DeviceId]) -> str:
+    """The first of devices that do the same, and how many others there are: ``0 (+7)``."""
+    return f"{alike[0]}" + (f" (+{len(alike) - 1})" if len(alike) > 1 else "")
+
+
+def make_program(
+    config: RunConfig, model: Transformer, *, measured: bool = False, fold: bool = False
+) -> Program:
+    """The verified plan of a training step of *model*. Needs neither weights nor data. *fold*: the plan is only looked at; one for more than
+    :data:`FOLD_ABOVE` devices may be folded.
+    """
     directives = config.strategy.directives()
     clip = make_clip(config.train.max_grad_norm, 2.0)
     limits = dataclasses.replace(
@@ -105,6 +127,7 @@ def make_program(config: RunConfig, model: Transformer, *, measured: bool = Fals
         clip=clip,
         precision=config.train.policy(),
         limits=limits,
+        fold_above=FOLD_ABOVE if fold else None,
     )
     return programs.training(_batch(config))
 
@@ -238,11 +261,12 @@ def _table(plan: Plan, rows: Sequence[DeviceRow]) -> Table:
         table.add_column(name, justify="left" if name == "regions" else "right", no_wrap=True)
     every = [b for row in rows for b in row.boxes]
     begin, end = min(b.start for b in every), max(b.end for b in every)
-    for mine in plan.devices:
+    for alike in plan.represented():
+        mine = plan.devices[alike[0]]
         busy = sum(b.duration for row in rows if row.device == mine.device for b in row.boxes)
         chunks = [i for i in mine.instructions if isinstance(i, Compute)]
         table.add_row(
-            str(mine.device),
+            device_name(alike),
             ", ".join(_regions(plan.dag, chunks)),
             str(len(chunks)),
             _size(_parameter_bytes(mine)),
@@ -284,6 +308,8 @@ def _memory_table(
     """Each device's peak, and what it consists of; columns that say next to nothing are left out. Host memory, where some is used, has a
     peak of its own.
     """
+    represented = plan.represented()
+    planned = [planned[alike[0]] for alike in represented]
     least = max(memory.peak for memory in planned) / 1000
     on_device = [c for c in Category if c is not Category.HOST]
     columns = [c for c in on_device if any(memory.by_category[c] > least for memory in planned)]
@@ -295,11 +321,12 @@ def _memory_table(
     table.add_column("at its peak after")
     if offloaded:
         table.add_column("host memory", justify="right", no_wrap=True)
-    for i, (mine, memory) in enumerate(zip(plan.devices, planned, strict=True)):
+    for alike, memory in zip(represented, planned, strict=True):
+        mine = plan.devices[alike[0]]
         table.add_row(
-            str(mine.device),
+            device_name(alike),
             _size(memory.peak),
-            *(() if measured is None else (_size(measured[i].peak),)),
+            *(() if measured is None else (_size(measured[mine.device].peak),)),
             *(_size(memory.by_category[category]) for category in columns),
             _place(plan, mine.instructions[memory.position]),
             *((_size(memory.highest[Category.HOST]),) if offloaded else ()),

@@ -8,21 +8,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from piper.cli.plan import make_program, optimizer_bytes
+from piper.api.memory import frame_bytes
+from piper.cli.main import UNIT
+from piper.cli.plan import device_name, make_program, optimizer_bytes, say_folded
 from piper.errors import ConfigError
-from piper.plan.account import gloo_frame
 from piper.plan.costs import Costs, UnitCosts, hardware
+from piper.plan.model import Plan
 from piper.plan.profile import load_profile
 from piper.plan.topology import Topology
 from piper.simulate import simulate as run
 from piper.simulate.critical import shares
-from piper.simulate.timeline import DeviceTimeline, Timeline
-from piper.training.config import load_config
+from piper.simulate.timeline import SECONDS, Timeline
+from piper.training.config import RunConfig, load_config
 from piper.training.model import make_skeleton
 from piper.visualize.trace import save_trace
-
-UNIT = "unit"
-"""The name of :class:`UnitCosts` on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +69,10 @@ def simulate(
 
     Raises what :func:`piper.compile` raises before it starts workers, and what :func:`piper.simulate` raises.
     """
-    config = load_config(path)
-    costs = choice.costs()
-    plan = make_program(config, make_skeleton(config)).plan
-    frame_bytes = gloo_frame if config.train.backend == "ray" else int
-    timeline = run(
-        plan, costs, optimizer_bytes=optimizer_bytes(config.optimizer), frame_bytes=frame_bytes
-    )
-    report(timeline, console, top=top, unit=isinstance(costs, UnitCosts))
+    found = simulated(load_config(path), choice.costs())
+    timeline = found.timeline
+    say_folded(found.plan, console)
+    report(timeline, console, top=top)
     if trace is not None:
         save_trace(timeline, trace)
         console.print(Text(f"trace written to {trace}; open it at https://ui.perfetto.dev"))
@@ -86,8 +81,29 @@ def simulate(
         console.print(Text(f"timeline written to {save}"), soft_wrap=True)
 
 
-def report(timeline: Timeline, console: Console, *, top: int, unit: bool = False) -> None:
-    """The totals, a line per device, and the critical path by kind of work. *unit*: times are in forwards, not in seconds."""
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A plan, folded if it is for many devices, and its timeline."""
+
+    plan: Plan
+    timeline: Timeline
+
+
+def simulated(config: RunConfig, costs: Costs) -> Simulated:
+    """What a step of *config* would do. Raises what planning and :func:`piper.simulate` raise."""
+    plan = make_program(config, make_skeleton(config), fold=True).plan
+    timeline = run(
+        plan,
+        costs,
+        optimizer_bytes=optimizer_bytes(config.optimizer),
+        frame_bytes=frame_bytes(config.train.backend),
+    )
+    return Simulated(plan, timeline)
+
+
+def report(timeline: Timeline, console: Console, *, top: int) -> None:
+    """The totals, a line per device, and the critical path by kind of work; times in the timeline's unit."""
+    unit = timeline.unit != SECONDS
     console.print(_headline(timeline, unit=unit))
     console.print(_devices(timeline, unit=unit))
     console.print(Text("critical path: what to improve first"))
@@ -96,7 +112,7 @@ def report(timeline: Timeline, console: Console, *, top: int, unit: bool = False
 
 def _time(seconds: float, *, unit: bool) -> str:
     if unit:
-        return f"{seconds:.4g}"
+        return f"{seconds:.4g} F" if seconds else "0"
     scale, name = next(
         ((s, n) for s, n in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "µs")
     )
@@ -104,13 +120,15 @@ def _time(seconds: float, *, unit: bool) -> str:
 
 
 def _headline(timeline: Timeline, *, unit: bool) -> Text:
-    length = _time(timeline.seconds, unit=unit) + (" forwards" if unit else "")
+    length = _time(timeline.seconds, unit=unit) + (" (F: one forward)" if unit else "")
     words = [f"step {length}", f"bubble {timeline.bubble:.1%}"]
     if not unit:
         words.append(f"exposed communication {_time(timeline.exposed, unit=unit)}")
         words.append(f"{timeline.flops / 1e9:.4g} GFLOP")
     if timeline.mfu is not None:
-        words.append(f"{timeline.mfu:.1%} of the peak")
+        words.append(f"{timeline.mfu:.1%} of the peak (MFU)")
+    if timeline.hfu is not None and timeline.recomputed:
+        words.append(f"{timeline.hfu:.1%} with recomputation (HFU)")
     return Text(f"{timeline.source.value}: " + ", ".join(words))
 
 
@@ -120,18 +138,13 @@ def _devices(timeline: Timeline, *, unit: bool) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for device in timeline.devices:
         table.add_row(
-            _name(device),
+            device_name(device.stands_for),
             _time(device.busy, unit=unit),
             f"{device.bubble:.1%}",
             _time(device.exposed, unit=unit),
             f"{device.peak / 2**20:.4g} MiB",
         )
     return table
-
-
-def _name(device: DeviceTimeline) -> str:
-    others = len(device.stands_for) - 1
-    return f"{device.device}" + (f" (+{others})" if others else "")
 
 
 def _critical(timeline: Timeline, top: int, *, unit: bool) -> Table:

@@ -6,15 +6,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from piper.cli.plan import make_program, optimizer_bytes
-from piper.cli.simulate import Choice
+from piper.cli.plan import say_folded
+from piper.cli.simulate import Choice, simulated
 from piper.errors import ConfigError, PlanError
-from piper.plan.account import gloo_frame
-from piper.plan.costs import Costs, UnitCosts
-from piper.simulate import simulate
-from piper.simulate.timeline import Source, Timeline, load_timeline
+from piper.plan.costs import Costs
+from piper.simulate.timeline import FORWARDS, SECONDS, Timeline, load_timeline
 from piper.training.config import load_config
-from piper.training.model import make_skeleton
 from piper.visualize.picture import check_kind, visualize
 
 CONFIG, TIMELINE = ".toml", ".json"
@@ -45,10 +42,8 @@ def view(
     for source in paths:
         _check_source(source)
     costs = choice.costs()
-    configured = [source for source in paths if source.suffix == CONFIG]
-    shown = [_read(source, costs) for source in paths]
-    unit = "forwards" if len(configured) == len(paths) and isinstance(costs, UnitCosts) else "s"
-    _check_comparable(shown, costs)
+    shown = [_read(source, costs, console) for source in paths]
+    _check_comparable(shown)
     first, *others = shown
     written = visualize(
         first.timeline,
@@ -56,7 +51,6 @@ def view(
         compare=others[0].timeline if others else None,
         names=(first.name, others[0].name if others else ""),
         title=" and ".join(each.path.stem for each in shown),
-        unit=unit,
     )
     if len(written) > 1:
         console.print(f"too large for one page: {len(written)} parts, one after the other in time")
@@ -71,17 +65,12 @@ def _check_source(path: Path) -> None:
         )
 
 
-def _read(path: Path, costs: Costs) -> _Shown:
+def _read(path: Path, costs: Costs, console: Console) -> _Shown:
     if path.suffix == TIMELINE:
         return _Shown(path, read_timeline(path))
-    config = load_config(path)
-    timeline = simulate(
-        make_program(config, make_skeleton(config)).plan,
-        costs,
-        optimizer_bytes=optimizer_bytes(config.optimizer),
-        frame_bytes=gloo_frame if config.train.backend == "ray" else int,
-    )
-    return _Shown(path, timeline)
+    found = simulated(load_config(path), costs)
+    say_folded(found.plan, console)
+    return _Shown(path, found.timeline)
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -94,11 +83,9 @@ def read_timeline(path: Path) -> Timeline:
         raise ConfigError(f"cannot read timeline {path}: {error.strerror or error}") from error
 
 
-def _check_comparable(shown: list[_Shown], costs: Costs) -> None:
-    measured = [s for s in shown if s.timeline.source is Source.MEASURED]
-    configured = [s for s in shown if s.path.suffix == CONFIG]
-    if measured and configured and isinstance(costs, UnitCosts):
+def _check_comparable(shown: list[_Shown]) -> None:
+    counted = {each.timeline.unit: each.path for each in shown}
+    if len(counted) > 1:
         raise ConfigError(
-            f"{measured[0].path} was measured in seconds, {configured[0].path} would be simulated in forwards;"
-            " choose --device or --profile"
+            f"{counted[SECONDS]} is in seconds, {counted[FORWARDS]} in forwards (F = 1); choose --device or --profile"
         )

@@ -425,7 +425,8 @@ def expert_groups(chunk: Chunk, lists: tuple[DeviceGroup, ...]) -> tuple[DeviceG
     devices = chunk.devices or ()
     if not lists:
         return (devices,)
-    inside = tuple(g for g in lists if set(g) <= set(devices))
+    here = frozenset(devices)
+    inside = tuple(g for g in lists if here.issuperset(g))
     if sorted(d for g in inside for d in g) != sorted(devices):
         raise PlacementError(
             f"node {chunk.label!r} is on devices {list(devices)}, which the lists {[list(g) for g in lists]} that share its experts do "

@@ -78,6 +78,8 @@ class _Storage:
 
     def category(self) -> Category | None:
         """Where it counts; ``None`` once nothing holds it."""
+        if len(self.holders) == 1:
+            return next(iter(self.holders))
         return min(self.holders, key=_PRIORITY.__getitem__, default=None)
 
 

@@ -17,6 +17,7 @@ not part of what is alive on the device. It counts until the device waits for th
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain, repeat
 
 from piper.ids import DeviceId
 from piper.ir.dag import STATE, Role
@@ -88,33 +89,31 @@ class DeviceMemory:
 
 
 class Recorder:
-    """Makes a :class:`DeviceMemory`, one instruction after the other."""
+    """Makes a :class:`DeviceMemory`, one instruction after the other. Notes changes only: most instructions change one category or two."""
 
     def __init__(self, device: DeviceId) -> None:
         self._device = device
         self._peak = self._position = 0
         self._at_peak: dict[Category, int] = {}
         self._highest: dict[Category, int] = dict.fromkeys(Category, 0)
-        self._curve: list[int] = []
-        self._curves: dict[Category, list[int]] = {category: [] for category in Category}
+        self._length = 0
+        self._total = _Curve()
+        self._curves = {category: _Curve() for category in Category}
 
     def add(self, position: int, found: Mapping[Category, int]) -> None:
         """*found* is alive after instruction *position*; instructions that are skipped changed
         nothing.
         """
         total = sum(found.values()) - found.get(Category.HOST, 0)
-        missing = position - len(self._curve)
-        if missing > 0:
-            self._curve += [self._curve[-1] if self._curve else total] * missing
         if total > self._peak:
             self._peak, self._position, self._at_peak = total, position, dict(found)
+        self._total.add(position, total)
+        curves, highest = self._curves, self._highest
         for category, nbytes in found.items():
-            self._highest[category] = max(self._highest[category], nbytes)
-            mine = self._curves[category]
-            if missing > 0:
-                mine += [mine[-1] if mine else nbytes] * missing
-            mine.append(nbytes)
-        self._curve.append(total)
+            if nbytes != curves[category].last:
+                curves[category].add(position, nbytes)
+                highest[category] = max(highest[category], nbytes)
+        self._length = position + 1
 
     def finish(self) -> DeviceMemory:
         """What was recorded."""
@@ -124,6 +123,37 @@ class Recorder:
             position=self._position,
             by_category={c: self._at_peak.get(c, 0) for c in Category},
             highest=dict(self._highest),
-            curve=tuple(self._curve),
-            curves={category: tuple(mine) for category, mine in self._curves.items() if any(mine)},
+            curve=self._total.finish(self._length),
+            curves={
+                category: mine.finish(self._length)
+                for category, mine in self._curves.items()
+                if self._highest[category]
+            },
+        )
+
+
+class _Curve:
+    """A number after each of some instructions, kept where it changes; before it is first known it is what it is then."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._starts: list[int] = []
+
+    @property
+    def last(self) -> int | None:
+        """The number by now."""
+        return self._numbers[-1] if self._numbers else None
+
+    def add(self, position: int, number: int) -> None:
+        """It is *number* from instruction *position* on."""
+        if number != self.last:
+            self._numbers.append(number)
+            self._starts.append(position if self._starts else 0)
+
+    def finish(self, length: int) -> tuple[int, ...]:
+        """The number after each of *length* instructions."""
+        ends = [*self._starts[1:], length]
+        runs = zip(self._numbers, self._starts, ends, strict=True)
+        return tuple(
+            chain.from_iterable(repeat(number, end - start) for number, start, end in runs)
         )

@@ -3,7 +3,7 @@ calls.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from piper.dtypes import DType
@@ -43,10 +43,14 @@ class BodyWork:
 
 def body_work(body: Body, bindings: Mapping[str, int]) -> BodyWork:
     """The work of *body*; *bindings* gives the symbols their sizes."""
+    return BodyWork(tuple(work for _, work in working_calls(body, bindings)))
+
+
+def working_calls(body: Body, bindings: Mapping[str, int]) -> Iterator[tuple[int, CallWork]]:
+    """The calls of *body* that do something, with their numbers among all."""
     specs: list[TensorSpec | None] = list(body.inputs)
     results: list[tuple[TensorSpec | None, ...]] = [(spec,) for spec in body.inputs]
-    calls: list[CallWork] = []
-    for call in body.calls:
+    for number, call in enumerate(body.calls):
         if call.target == GETITEM:
             index = call.args[1]
             assert isinstance(index, int), "getitem in a chunk's body takes a number"
@@ -58,10 +62,9 @@ def body_work(body: Body, bindings: Mapping[str, int]) -> BodyWork:
             read = [s for ref in call_refs(call) for s in results[ref] if s is not None]
             nbytes = sum(s.nbytes(bindings) for s in (*made, *read))
             dtype = made[0].dtype if made else DType.FLOAT32
-            calls.append(CallWork(call_flops(call, specs, bindings), nbytes, dtype))
+            yield number, CallWork(call_flops(call, specs, bindings), nbytes, dtype)
         results.append(call.results)
         specs.append(call.results[0] if call.results else None)
-    return BodyWork(tuple(calls))
 
 
 def call_flops(

@@ -20,7 +20,7 @@ from piper.plan.topology import Port, Topology, Traffic, traffic
 from piper.plan.work import touched_bytes
 from piper.simulate.build import build_timeline, meeting_bytes
 from piper.simulate.engine import Flow, run
-from piper.simulate.timeline import Timeline
+from piper.simulate.timeline import FORWARDS, SECONDS, Timeline
 
 __all__ = ["simulate"]
 
@@ -49,7 +49,8 @@ def simulate(
         timing = _Timing(plan, chosen, chosen.topology_for(plan.num_devices))
         found = run(plan, timing)
         memory = account(plan, optimizer_bytes, frame_bytes=frame_bytes)
-        return build_timeline(plan, found, memory, peak=chosen.peak_flops)
+        unit = FORWARDS if isinstance(chosen, UnitCosts) else SECONDS
+        return build_timeline(plan, found, memory, peak=chosen.peak_flops, unit=unit)
 
 
 @dataclass

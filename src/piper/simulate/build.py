@@ -2,17 +2,19 @@
 
 from collections.abc import Sequence
 
-from piper.ids import COMPUTE, DeviceId, Stream
+from piper.ids import COMPUTE, DeviceId, NodeId, Stream
 from piper.ops.base import Instruction, Rendezvous
 from piper.ops.compute import Compute
 from piper.plan.memory import DeviceMemory
 from piper.plan.model import DevicePlan, Plan
+from piper.plan.recomputed import recomputed_flops
 from piper.plan.work import body_work, touched_bytes
 from piper.simulate.critical import critical_path, waited_on
-from piper.simulate.describe import describe
+from piper.simulate.describe import Described, describe
 from piper.simulate.engine import NOTHING, Place, Run
 from piper.simulate.needs import needs
 from piper.simulate.timeline import (
+    SECONDS,
     VERSION,
     Box,
     DeviceTimeline,
@@ -33,13 +35,14 @@ def build_timeline(
     source: Source = Source.SIMULATED,
     seconds: float | None = None,
     clock_error: float = 0.0,
+    unit: str = SECONDS,
 ) -> Timeline:
     """The timeline of *found*, in which *memory* was used (by device). *seconds*: the step's length, if it did not end with the last
-    instruction; *peak*: floating-point operations per second of one device.
+    instruction; *peak*: floating-point operations per second of one device; *unit*: what times are counted in.
     """
     length = max(found.end, default=0.0) if seconds is None else seconds
     builder = _Builder(plan, found, length)
-    return builder.build(memory, peak=peak, source=source, clock_error=clock_error)
+    return builder.build(memory, peak=peak, source=source, clock_error=clock_error, unit=unit)
 
 
 def meeting_bytes(meeting: Rendezvous) -> int:
@@ -53,6 +56,7 @@ class _Builder:
     def __init__(self, plan: Plan, found: Run, seconds: float) -> None:
         self.plan, self.run, self.seconds = plan, found, seconds
         self.work = {name: body_work(body, plan.bindings) for name, body in plan.dag.bodies.items()}
+        self.described: dict[tuple[NodeId, type[Instruction]], Described] = {}
         self.path = critical_path(plan, found)
         self.critical = {(link.device, link.position) for link in self.path}
         self.shown = [self._has_box(place) for place in range(len(found.instructions))]
@@ -69,6 +73,7 @@ class _Builder:
         peak: float | None,
         source: Source,
         clock_error: float,
+        unit: str,
     ) -> Timeline:
         """The whole timeline."""
         stands_for = {role[0]: role for role in self.plan.represented()}
@@ -78,6 +83,13 @@ class _Builder:
             if mine.device in stands_for
         )
         flops = sum(b.flops * len(d.stands_for) for d in devices for b in d.boxes())
+        again = recomputed_flops(self.plan.dag, self.plan.bindings)
+        recomputed = sum(
+            again.get(b.node, 0.0) * len(d.stands_for)
+            for d in devices
+            for b in d.boxes()
+            if again and b.flops
+        )
         whole = self.seconds * self.plan.num_devices * (peak or 0.0)
         return Timeline(
             version=VERSION,
@@ -86,7 +98,10 @@ class _Builder:
             num_devices=self.plan.num_devices,
             splits=tuple(split.name for split in self.plan.dag.splits),
             flops=flops,
-            mfu=flops / whole if whole else None,
+            recomputed=recomputed,
+            mfu=(flops - recomputed) / whole if whole else None,
+            hfu=flops / whole if whole else None,
+            unit=unit,
             devices=devices,
             critical_path=self.path,
             clock_error=clock_error,
@@ -118,7 +133,7 @@ class _Builder:
     def _box(self, device: DeviceId, position: int, instruction: Instruction) -> Box:
         place = self.run.offsets[device] + position
         meeting = instruction.rendezvous()
-        described = describe(self.plan, instruction)
+        described = self._described(instruction)
         flops, nbytes = 0.0, 0
         if isinstance(instruction, Compute):
             work = self.work[instruction.body]
@@ -153,6 +168,13 @@ class _Builder:
         instruction = self.run.instructions[place]
         takes_time = self.run.end[place] > self.run.start[place]
         return takes_time and bool(instruction.reads() or instruction.writes())
+
+    def _described(self, instruction: Instruction) -> Described:
+        """Remembered: all members of a node have instructions of one or two types."""
+        key = (instruction.node, type(instruction))
+        if (known := self.described.get(key)) is None:
+            known = self.described[key] = describe(self.plan, instruction)
+        return known
 
     def _curve(self, device: DeviceId, memory: DeviceMemory) -> MemoryCurve:
         """Memory after each instruction, at the time at which it is complete. Communication takes its memory when it is issued, which

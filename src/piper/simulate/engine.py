@@ -15,7 +15,8 @@ links like them.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -144,6 +145,10 @@ def run(plan: Plan, timing: Timing) -> Run:
 _DONE, _FLOWING, _FLOWN, _ISSUED, _WORKED = range(5)
 
 
+_Event: TypeAlias = tuple[float, int, int, int, int]
+"""Time, kind, number in the order in which they were foreseen, what happens, version of the forecast: handled in this order."""
+
+
 @dataclass(slots=True)
 class _Meeting:
     """One message or collective: how many of its members are still to come, and who came."""
@@ -171,7 +176,10 @@ class _Engine:
         self.port_numbers: dict[Port, int] = {}
         self.port_users: list[dict[int, float]] = []
         self.port_bandwidth: list[float] = []
-        self.heap: list[tuple[float, int, int, int, int]] = []
+        self.heap: list[_Event] = []
+        # What is foreseen for this very moment, as most is, comes in order by itself, kind by kind.
+        self.now = 0.0
+        self.at_once: dict[int, deque[_Event]] = {_DONE: deque(), _ISSUED: deque()}
         self.sequence = 0
         self.finished = 0
         self.hosts: Hosts | None = None
@@ -194,17 +202,17 @@ class _Engine:
             for place in self.result.places(device):
                 instruction = self.result.instructions[place]
                 meeting = instruction.rendezvous()
-                self._depend(place, lanes.before(place, instruction, blocks=self.blocks))
+                self._depend(place, lanes.before(instruction, blocks=self.blocks))
                 if meeting is not None:
                     self._gate(place, lanes.last_message(instruction.stream))
                     self._join(place, meeting, counts, keys, sizes, represented)
                 lanes.add(place, instruction, meeting)
 
-    def _depend(self, place: Place, sources: set[Place]) -> None:
+    def _depend(self, place: Place, sources: Collection[Place]) -> None:
         if self.blocks and place > self.result.offsets[self.result.device[place]]:
             self.pending[place] += 1  # the host comes to it
+        self.pending[place] += len(sources)
         for source in sources:
-            self.pending[place] += 1
             self.dependants[source].append(place)
 
     def _gate(self, place: Place, source: Place) -> None:
@@ -249,10 +257,10 @@ class _Engine:
             self._issued,
             self._worked,
         )
-        while self.heap:
-            now, kind, _, number, version = heapq.heappop(self.heap)
+        while (event := self._next()) is not None:
+            self.now, kind, _, number, version = event
             result.events += 1
-            handlers[kind](number, version, now)
+            handlers[kind](number, version, self.now)
         if self.finished < len(result.instructions):
             stuck = {result.device[p] for p in range(len(result.instructions)) if result.end[p] < 0}
             raise PlanError(
@@ -263,7 +271,18 @@ class _Engine:
 
     def _push(self, time: float, kind: int, number: int, version: int = 0) -> None:
         self.sequence += 1
-        heapq.heappush(self.heap, (time, kind, self.sequence, number, version))
+        event = (time, kind, self.sequence, number, version)
+        if time == self.now and kind in self.at_once:
+            self.at_once[kind].append(event)
+        else:
+            heapq.heappush(self.heap, event)
+
+    def _next(self) -> _Event | None:
+        """The first of all events that are foreseen."""
+        queue = self.at_once[_DONE] or self.at_once[_ISSUED]
+        if queue and not (self.heap and self.heap[0] < queue[0]):
+            return queue.popleft()
+        return heapq.heappop(self.heap) if self.heap else None
 
     def _begin(self, place: Place, now: float) -> None:
         """All that *place* needs is there."""
@@ -439,23 +458,27 @@ class _Lanes:
         self.filling: dict[Stream, set[Slot]] = {}
         self.recorders: dict[EventId, tuple[Place, Place]] = {}
 
-    def before(self, place: Place, instruction: Instruction, *, blocks: bool) -> set[Place]:
-        """The places that must be complete before *place* starts, apart from what its host does before."""
-        del place
-        found: set[Place] = set()
+    def before(self, instruction: Instruction, *, blocks: bool) -> Collection[Place]:
+        """The places that must be complete before *instruction*, the next one, starts, apart from what its host does before."""
         stream = instruction.stream
-        if isinstance(instruction, Wait):
-            whole, message = self.recorders[instruction.event]
-            found.add(message if blocks else whole)
-        if not blocks:
-            found.add(self.last.get(stream, NOTHING))
-        elif filling := self.filling.get(stream):
-            touched = (*instruction.reads(), *instruction.writes(), *instruction.frees())
-            if not filling.isdisjoint(touched):
-                filling.clear()
-                found.add(self.messages[stream])
+        one = self.last.get(stream, NOTHING) if not blocks else self._filled(instruction)
+        if not isinstance(instruction, Wait):
+            return () if one == NOTHING else (one,)
+        whole, message = self.recorders[instruction.event]
+        found = {one, message if blocks else whole}
         found.discard(NOTHING)
         return found
+
+    def _filled(self, instruction: Instruction) -> Place:
+        """The last communication on the instruction's stream, if it touches what is being filled there."""
+        filling = self.filling.get(instruction.stream)
+        if not filling:
+            return NOTHING
+        touched = (*instruction.reads(), *instruction.writes(), *instruction.frees())
+        if filling.isdisjoint(touched):
+            return NOTHING
+        filling.clear()
+        return self.messages[instruction.stream]
 
     def last_message(self, stream: Stream) -> Place:
         """The communication issued last on *stream*."""

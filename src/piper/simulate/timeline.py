@@ -19,6 +19,11 @@ VERSION = 1
 """Format version of timeline files; a file of another version is refused."""
 
 
+SECONDS = "s"
+FORWARDS = "F"
+"""Times are in units of one forward of a stage: F = 1."""
+
+
 class Source(StrEnum):
     """Where the times come from."""
 
@@ -113,8 +118,9 @@ class Critical(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One training step. ``seconds`` is its length, ``splits`` the names of the tags that are split dimensions. ``flops`` counts the chunks'
-    floating-point operations on all devices, recomputation included, ``mfu`` is the share of the devices' peak that they use (``None`` if
-    no peak is known). ``critical_path`` is a longest chain of boxes each of which starts when the one before ends, first to last: shortening anything
+    floating-point operations on all devices, ``recomputed`` those of them that were done before. ``hfu`` (hardware FLOPs utilisation) is the share of
+    the devices' peak that all of them use, ``mfu`` (model FLOPs utilisation) what the others use (Chowdhery et al., 2022); ``None`` if no
+    peak is known. ``unit`` is what times are counted in, wherever it says seconds: ``"s"``, or :data:`FORWARDS`. ``critical_path`` is a longest chain of boxes each of which starts when the one before ends, first to last: shortening anything
     else does not shorten the step.
     """
 
@@ -128,6 +134,9 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices: tuple[DeviceTimeline, ...]
     critical_path: tuple[Critical, ...]
     clock_error: float = 0.0
+    recomputed: float = 0.0
+    hfu: float | None = None
+    unit: str = SECONDS
 
     @property
     def bubble(self) -> float:

@@ -1,7 +1,7 @@
 """Numbers as symbols: what a sum is the sum of, what a norm counts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WHOLE = -1
 """The slice number of a sum that was not cut into slices."""
@@ -60,7 +60,7 @@ def together(totals: Sequence[Total], history: int) -> Total:
     digits = sum(total.digits << (8 * (total.start - start)) for total in totals)
     scaled = all(total.scaled for total in totals)
     kept = sum(total.kept for total in totals)
-    return Total(first.name, digits, history, first.shard, kept, scaled, first.part, start)
+    return replace(first, digits=digits, history=history, kept=kept, scaled=scaled, start=start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,11 @@ def write_html(
     path: Path,
     *,
     title: str,
-    unit: str = "s",
     most_boxes: int = MOST_BOXES,
 ) -> tuple[Path, ...]:
     """Write a page of *timelines*, one above the other, under *names*; the files that were written, *path* first.
 
-    Times are in seconds, or counted in any other *unit*.
+    All are in one unit of time.
     More than *most_boxes* boxes are spread over several files: ``x.html``, ``x-2.html``, …
     Raises :class:`~piper.errors.PictureError` if there is nothing to draw or a file cannot be written.
     """
@@ -67,7 +66,8 @@ def write_html(
             timeline_data(timeline, name, mine, only)
             for timeline, name, mine in zip(timelines, names, waits, strict=True)
         ]
-        write_text(where, page(PageData(shown, [p.name for p in paths], i, unit), title))
+        data = PageData(shown, [p.name for p in paths], i, timelines[0].unit)
+        write_text(where, page(data, title))
     return tuple(paths)
 
 

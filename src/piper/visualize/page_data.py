@@ -99,6 +99,7 @@ class TimelineData(msgspec.Struct, frozen=True):
     bubble: float
     exposed: float
     mfu: float | None
+    hfu: float | None
     flops: float
     clock_error: float
     devices: list[DeviceData]
@@ -151,6 +152,7 @@ def timeline_data(
         bubble=timeline.bubble,
         exposed=timeline.exposed,
         mfu=timeline.mfu,
+        hfu=timeline.hfu if timeline.recomputed else None,
         flops=timeline.flops,
         clock_error=timeline.clock_error,
         devices=devices,

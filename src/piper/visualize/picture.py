@@ -24,21 +24,26 @@ def visualize(
     compare: Timeline | None = None,
     names: tuple[str, str] = ("", ""),
     title: str = "",
-    unit: str = "s",
 ) -> tuple[Path, ...]:
     """Draw *timeline* into the file *path*; the files that were written.
 
     ``.html`` makes a page that needs no network: zoom, search, what waits for what, memory; *compare* is drawn below, and differences
     are listed. *names* say what the two timelines are. A timeline too large for one page makes several, ``x.html``, ``x-2.html``, …
     ``.svg`` makes a static picture of the chunks, ``.json`` a trace for https://ui.perfetto.dev.
-    *unit* is what times are counted in, if not in seconds: ``"forwards"`` under ``UnitCosts``.
+    Times are in the timeline's own unit: seconds, or forwards (F = 1).
 
-    Raises :class:`~piper.errors.PictureError` for another extension, a timeline without boxes, or a file that cannot be written.
+    Raises :class:`~piper.errors.PictureError` for another extension, a timeline without boxes, two timelines in different units, or a file
+    that cannot be written.
     """
     where = Path(path)
     check_kind(where)
     if compare is not None and where.suffix != ".html":
         raise PictureError(f"{where}: two timelines are compared on an .html page only")
+    if compare is not None and compare.unit != timeline.unit:
+        raise PictureError(
+            f"expected two timelines in one unit of time to compare, found {timeline.unit!r} and {compare.unit!r}; simulate both with "
+            "the same kind of costs"
+        )
     match where.suffix:
         case ".html":
             timelines = (timeline,) if compare is None else (timeline, compare)
@@ -48,7 +53,6 @@ def visualize(
                 shown[: len(timelines)] if compare or names[0] else ("one step",),
                 where,
                 title=title or where.stem,
-                unit=unit,
             )
         case ".svg":
             write_svg(timeline, where)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from piper.ids import COMPUTE
-from piper.simulate.timeline import Box, DeviceTimeline, Lane, Timeline
+from piper.simulate.timeline import SECONDS, Box, DeviceTimeline, Lane, Timeline
 
 Event: TypeAlias = dict[str, object]
 
@@ -30,6 +30,8 @@ def trace_events(timeline: Timeline) -> Iterator[Event]:
     for device in timeline.devices:
         count = len(device.stands_for)
         name = f"device {device.device}" + (f" (and {count - 1} like it)" if count > 1 else "")
+        if timeline.unit != SECONDS:
+            name += f", 1 s is 1 {timeline.unit}"
         yield _named("process_name", device.device, 0, name)
         yield {**_at("M", device.device, 0), "name": "process_sort_index"} | {
             "args": {"sort_index": device.device}
@@ -51,7 +53,11 @@ def save_trace(timeline: Timeline, path: str | Path) -> None:
     """Write the trace of *timeline* to *path* (JSON)."""
     contents = {
         "displayTimeUnit": "ms",
-        "otherData": {"source": timeline.source, "step_seconds": timeline.seconds},
+        "otherData": {
+            "source": timeline.source,
+            "step_seconds": timeline.seconds,
+            "unit": timeline.unit,
+        },
         "traceEvents": list(trace_events(timeline)),
     }
     Path(path).write_bytes(msgspec.json.encode(contents))

@@ -38,6 +38,13 @@ class Builder:
     shards: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
     experts: Mapping[str, tuple[DeviceGroup, ...]] = field(default_factory=dict)
     named: dict[tuple[Role, str], ValueId] | None = None
+    sharing: dict[tuple[int, DeviceGroup | None], tuple[DeviceGroup, ...]] = field(
+        default_factory=dict
+    )  # by number of a sharding and devices: the groups within which experts are shared
+    shard_groups: dict[
+        tuple[int, DeviceGroup, tuple[DeviceGroup, ...]], tuple[DeviceGroup, ...]
+    ] = field(default_factory=dict)  # by a replication's identity, devices, and which have the same
+    _copies: dict[tuple[int, DeviceGroup], tuple[DeviceGroup, ...]] = field(default_factory=dict)
 
     @classmethod
     def start(cls, dag: Dag) -> "Builder":
@@ -130,8 +137,14 @@ class Builder:
         """*devices*, all of which hold the parameter, in groups of those that hold the same of it:
         all of it, or the same experts.
         """
-        groups = [g for g in self.experts.get(name, ()) if set(g) <= set(devices)]
-        return tuple(zip(*groups, strict=True)) if groups else (devices,)
+        if (sharing := self.experts.get(name)) is None:
+            return (devices,)
+        if (known := self._copies.get((id(sharing), devices))) is None:
+            here = frozenset(devices)
+            groups = [g for g in sharing if here.issuperset(g)]
+            known = tuple(zip(*groups, strict=True)) if groups else (devices,)
+            self._copies[id(sharing), devices] = known
+        return known
 
     def _sources(self) -> dict[tuple[Role, str], ValueId]:
         if self.named is None:

@@ -34,7 +34,11 @@ def sharing(builder: Builder, chunk: Chunk) -> tuple[DeviceGroup, ...]:
     """The groups within which *chunk* shares experts; none if it does not."""
     if chunk.sharding is None:
         return ()
-    return expert_groups(chunk, builder.dag.shardings[chunk.sharding].groups)
+    key = (chunk.sharding, chunk.devices)
+    if (known := builder.sharing.get(key)) is None:
+        lists = builder.dag.shardings[chunk.sharding].groups
+        known = builder.sharing[key] = expert_groups(chunk, lists)
+    return known
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,17 @@ def shard_groups(
     """The groups within which parameter *name* of a node on *devices* is sharded: the replication's lists, of which each is cut into those
     devices that hold the same experts if experts are sharded.
     """
-    lists = _lists(replication, devices)
-    copies = map(frozenset, builder.copies(name, devices))
-    return tuple(
-        mine for same in copies for inner in lists if (mine := tuple(d for d in inner if d in same))
-    )
+    copies = builder.copies(name, devices)
+    key = (id(replication), devices, copies)
+    if (known := builder.shard_groups.get(key)) is None:
+        lists = _lists(replication, devices)
+        known = builder.shard_groups[key] = tuple(
+            mine
+            for same in map(frozenset, copies)
+            for inner in lists
+            if (mine := tuple(d for d in inner if d in same))
+        )
+    return known
 
 
 def _lists(replication: Replication, devices: DeviceGroup) -> tuple[DeviceGroup, ...]:

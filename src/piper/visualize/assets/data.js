@@ -7,7 +7,7 @@ class Timeline {
     const n = boxes.length.length;
     Object.assign(this, {
       n, name: raw.name, source: raw.source, seconds: raw.seconds, from: raw.from, until: raw.until,
-      bubble: raw.bubble, exposed: raw.exposed, mfu: raw.mfu, flopsTotal: raw.flops, numDevices: raw.num_devices, clockError: raw.clock_error,
+      bubble: raw.bubble, exposed: raw.exposed, mfu: raw.mfu, hfu: raw.hfu, flopsTotal: raw.flops, numDevices: raw.num_devices, clockError: raw.clock_error,
       strings, path: raw.critical_path,
     });
     this.start = new Float64Array(n);

@@ -3,11 +3,11 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
 const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
-const timeUnit = DATA.unit; // "s", or what else times are counted in
+const timeUnit = DATA.unit; // "s", or "F": forwards
 
 /** The unit that suits so many seconds, and its name. */
 function unitFor(value) {
-  if (timeUnit !== "s") return [1, ""];
+  if (timeUnit !== "s") return [1, timeUnit];
   return UNITS.find(([size]) => Math.abs(value) >= size) ?? [1, "s"];
 }
 

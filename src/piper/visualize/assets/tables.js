@@ -31,6 +31,7 @@ class Tables {
       ["exposed communication", (t) => t.exposed, seconds, true],
       ["most memory", (t) => peak(t) || null, bytes, true],
       ["MFU", (t) => t.mfu, percent, false],
+      ["HFU (recomputation counted)", (t) => t.hfu, percent, false],
       ["FLOPs", (t) => t.flopsTotal || null, count, null],
       ["devices", (t) => t.numDevices, String, null],
       ["clocks agree to", (t) => t.clockError || null, seconds, null],
