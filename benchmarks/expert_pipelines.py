@@ -37,6 +37,7 @@ from benchmarks.experts import (
     check_link,
     chosen_sizes,
     rounds_of,
+    waits_of,
 )
 from benchmarks.links import CHECKED, Link, exchange, free_port, open_link
 from benchmarks.mixtures import (
@@ -51,7 +52,6 @@ from benchmarks.mixtures import (
 from benchmarks.processes import join, launch, pinned
 from benchmarks.support import busy_seconds, compared, machine, spread
 from benchmarks.torch_mixtures import Groups, TorchPipeline
-from benchmarks.traces import trace
 from torch._C._distributed_c10d import Store
 
 import piper
@@ -124,14 +124,9 @@ def work(rank: int, told: Told) -> None:
     mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
     dist.all_reduce(mine)
     foreign = (busy_seconds() - busy - mine.item()) / elapsed
-    if told.trace:
-        for name, run in pipers.items():
-            dist.barrier()
-            lines = trace(run.backend.worker, run.plan, run)
-            if rank == 0:
-                print(f"{name}: " + "\n".join(lines), file=sys.stderr, flush=True)
+    waits = waits_of(pipers, rank, loud=told.trace)
     if rank == 0:
-        found = Found(rounds, errors, message, foreign)
+        found = Found(rounds, waits, errors, message, foreign)
         print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -173,11 +168,11 @@ def report(told: Told, found: Found) -> None:
             f"{where} {ours} / {theirs}: ratio of minima {minima:.3f}, median of in-round ratios {middle:.3f}{goal}"
         )
     if {"compute", "communication"} <= seconds.keys():
-        bounds = Bounds(found.rounds)
+        bounds = Bounds(found)
         for quick, slow in (("dualpipev", "dualpipev in turn"), ("dualpipev", "1f1b")):
             if quick in seconds and slow in seconds:
                 print(
-                    f"{where} {quick} beside {slow}: {bounds.hidden(seconds[slow], seconds[quick])}",
+                    f"{where} {quick} beside {slow}: {bounds.hidden(slow, quick)}",
                     flush=True,
                 )
 

@@ -18,14 +18,15 @@ processor time and cannot be hidden, then over links between two network namespa
 Losses and gradients of every variant's first step are compared with one process before anything is timed. Printed per link: how many times
 as fast as in turn each is (ratio of minima, median of the ratios within a round), and how much of what could be hidden is:
 ``(in turn - variant) / (in turn - max(compute, communication))``; the second figure adds the processor time of communication to
-``compute``, as it is spent on the same core. ``--trace`` prints the longest waits of one step.
+``compute``, as it is spent on the same core. And how long the first worker waits in a step, in turn and otherwise (with a clock around every
+instruction). ``--trace`` prints the longest waits of one step.
 """
 
 import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import msgspec
@@ -49,6 +50,7 @@ import piper
 from piper.directives.base import Directive
 
 WARM_UP = 2
+TRACED = 2
 PAIR = 2
 SLOW = "in turn"
 GOAL, HIDDEN = 1.4, 0.8
@@ -66,18 +68,19 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Rounds(msgspec.Struct, frozen=True):
-    """By variant and round: seconds, and processor seconds per worker. These are the whole machine's, since the kernel's part of sending is
-    nobody's.
-    """
+    """By variant and round: seconds, and processor seconds of this process, the threads that communicate included."""
 
     seconds: dict[str, list[float]]
     busy: dict[str, list[float]]
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was measured; errors of gradients; seconds of a checking message; cores that others kept busy."""
+    """What was measured; seconds that the first worker waits for communication in a step of each of Piper's variants; errors of gradients;
+    seconds of a checking message; cores that others kept busy.
+    """
 
     rounds: Rounds
+    waits: dict[str, float]
     errors: dict[str, float]
     message: float
     foreign: float
@@ -168,14 +171,9 @@ def work(rank: int, told: Told) -> None:
     mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
     dist.all_reduce(mine)
     foreign = (busy_seconds() - busy - mine.item()) / elapsed
-    if told.trace:
-        for name, run in shared.items():
-            dist.barrier()
-            lines = trace(run.backend.worker, run.plan, run)
-            if rank == 0:
-                print(f"{name}: " + "\n".join(lines), file=sys.stderr, flush=True)
+    waits = waits_of(shared, rank, loud=told.trace)
     if rank == 0:
-        found = Found(rounds, errors, message, foreign)
+        found = Found(rounds, waits, errors, message, foreign)
         print(msgspec.json.encode(found).decode(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -188,13 +186,27 @@ def rounds_of(variants: Mapping[str, Step], rounds: int) -> Rounds:
     for turn in range(WARM_UP + rounds):
         for name, run in variants.items():
             dist.barrier()
-            began, used = time.perf_counter(), busy_seconds()
+            began, used = time.perf_counter(), time.process_time()
             run()
             dist.barrier()
             if turn >= WARM_UP:
                 seconds[name].append(time.perf_counter() - began)
-                busy[name].append((busy_seconds() - used) / dist.get_world_size())
+                busy[name].append(time.process_time() - used)
     return Rounds(seconds, busy)
+
+
+def waits_of(variants: Mapping[str, Trained], rank: int, *, loud: bool) -> dict[str, float]:
+    """The least of :data:`TRACED` steps of each variant; *loud*: where the time of the last one went, on the first worker."""
+    waits: dict[str, float] = {}
+    for name, run in variants.items():
+        found = []
+        for _ in range(TRACED):
+            dist.barrier()
+            found.append(trace(run.backend.worker, run.plan, run))
+        waits[name] = min(one.waited for one in found)
+        if loud and rank == 0:
+            print(f"{name}: " + "\n".join(found[-1].lines), file=sys.stderr, flush=True)
+    return waits
 
 
 class Bounds:
@@ -202,18 +214,23 @@ class Bounds:
     delays computation on the same core.
     """
 
-    def __init__(self, found: Rounds) -> None:
-        compute = min(found.seconds["compute"])
-        self._communication = min(found.seconds["communication"])
-        self.handling = median(found.busy["communication"])
-        self.ideal = max(compute, self._communication)
-        self.on_one_core = max(compute + self.handling, self._communication)
+    def __init__(self, found: Found) -> None:
+        self._seconds, self._waits = found.rounds.seconds, found.waits
+        compute, communication = (min(self._seconds[n]) for n in ("compute", "communication"))
+        handling = median(found.rounds.busy["communication"])
+        self._ideal = max(compute, communication)
+        self._on_one_core = max(compute + handling, communication)
 
-    def hidden(self, slow: Sequence[float], quick: Sequence[float]) -> str:
-        """How much of what could be hidden in *slow* is in *quick*, by either bound."""
-        gained = min(slow) - min(quick)
-        ideal, less = (gained / (min(slow) - b) for b in (self.ideal, self.on_one_core))
-        return f"hidden {ideal:.0%} ({less:.0%} of what leaves the processor free)"
+    def hidden(self, slow: str, quick: str) -> str:
+        """How much of what could be hidden in *slow* is in *quick*, by either bound and by what the worker waits."""
+        least = min(self._seconds[slow])
+        gained = least - min(self._seconds[quick])
+        ideal, less = (gained / (least - bound) for bound in (self._ideal, self._on_one_core))
+        waits, before = self._waits[quick], self._waits[slow]
+        return (
+            f"hidden {ideal:.0%} ({less:.0%} of what leaves the processor free); waits {waits * 1e3:.0f} ms instead of "
+            f"{before * 1e3:.0f}, {1 - waits / before:.0%} less"
+        )
 
 
 def check_link(told: Link, message: float) -> str:
@@ -238,12 +255,12 @@ def report(told: Told, found: Found) -> None:
     )
     if problem := check_link(told.link, found.message):
         print(f"{where} {problem}")
-    seconds, busy, bounds = found.rounds.seconds, found.rounds.busy, Bounds(found.rounds)
+    seconds, busy, bounds = found.rounds.seconds, found.rounds.busy, Bounds(found)
     for name, taken in seconds.items():
         line = f"{where} {name:18} {spread(taken)} ms per step, processor {median(busy[name]) * 1e3:6.0f} ms per worker"
         if name in ORDERS and name != SLOW and SLOW in seconds:
             minima, middle = compared(taken, seconds[SLOW])
-            line += f"; {minima:.3f} times as fast as in turn (median of in-round ratios {middle:.3f}), {bounds.hidden(seconds[SLOW], taken)}"
+            line += f"; {minima:.3f} times as fast as in turn (median of in-round ratios {middle:.3f}), {bounds.hidden(SLOW, name)}"
         if name in found.errors:
             line += f"; gradients off by {found.errors[name]:.1e}"
         print(line, flush=True)

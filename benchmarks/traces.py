@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from piper.ops.base import Instruction
 from piper.ops.wait import Wait
@@ -10,8 +11,18 @@ from piper.runtime.interpreter import Program
 from piper.runtime.worker import Worker
 
 
-def trace(worker: Worker, plan: Plan, step: Callable[[], object], longest: int = 12) -> list[str]:
-    """Lines for people: milliseconds by kind of instruction, and the *longest* instructions that are not computation, with when they began."""
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Seconds that the worker waited for communication (what it does with what arrived included), and lines for people: milliseconds by kind
+    of instruction, and the longest instructions that are not computation, with when they began.
+    """
+
+    waited: float
+    lines: tuple[str, ...]
+
+
+def trace(worker: Worker, plan: Plan, step: Callable[[], object], longest: int = 12) -> Trace:
+    """Run one step with a clock around every instruction."""
     program = _program(worker)
     found: list[tuple[float, float, str]] = []
     steps, closures = program._steps, program._closures  # noqa: SLF001
@@ -39,10 +50,11 @@ def trace(worker: Worker, plan: Plan, step: Callable[[], object], longest: int =
         kinds[text.split()[0]] = kinds.get(text.split()[0], 0.0) + took
     by_kind = ", ".join(f"{k} {t * 1e3:.0f}" for k, t in sorted(kinds.items(), key=lambda x: -x[1]))
     rest = sorted((f for f in found if not f[2].startswith("compute ")), reverse=True)[:longest]
-    return [f"{total * 1e3:.0f} ms; ms by kind: {by_kind}"] + [
+    lines = [f"{total * 1e3:.0f} ms; ms by kind: {by_kind}"] + [
         f"    at {at * 1e3:6.0f} for {took * 1e3:5.1f} ms: {text}"
         for took, at, text in sorted(rest, key=lambda f: f[1])
     ]
+    return Trace(kinds.get("wait", 0.0), tuple(lines))
 
 
 def _program(worker: Worker) -> Program:
