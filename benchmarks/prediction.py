@@ -384,7 +384,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=1, help="training steps per round and configuration"
     )
-    parser.add_argument("--links", default="loopback,500mbit", help="loopback, or a rate of tc")
+    parser.add_argument("--links", default="loopback,1gbit", help="loopback, or a rate of tc")
     parser.add_argument("--width", type=int, default=0, help="default: the example's")
     parser.add_argument("--save", default="", help="write what was measured to SAVE-LINK.json")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)

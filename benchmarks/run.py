@@ -10,7 +10,15 @@ import sys
 import time
 from pathlib import Path
 
-BENCHMARKS = ("interpreter", "planner", "capture", "throughput", "memory", "data_parallel")
+BENCHMARKS = (
+    "interpreter",
+    "planner",
+    "capture",
+    "throughput",
+    "memory",
+    "data_parallel",
+    "prediction",
+)
 
 
 def main() -> int:
