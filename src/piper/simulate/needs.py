@@ -79,9 +79,7 @@ class _Needs:
             now = todo[-1]
             direct = self._direct(now)
             missing = [
-                p
-                for p in direct
-                if not self.shown[p] and p not in self.passed and p not in begun
+                p for p in direct if not self.shown[p] and p not in self.passed and p not in begun
             ]
             if missing:
                 todo += missing

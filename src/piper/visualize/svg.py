@@ -10,6 +10,7 @@ from pathlib import Path
 
 from piper.errors import PictureError
 from piper.simulate.timeline import Box, DeviceTimeline, Lane, Timeline
+from piper.visualize.checks import check_drawable
 from piper.visualize.colours import LOOKS, Look, ink
 from piper.visualize.files import write_text
 from piper.visualize.page_data import outermost, stage_ranks
@@ -36,6 +37,7 @@ def svg(timeline: Timeline, *, width: int = 960) -> str:
     """
     rows = list(_rows(timeline))
     boxes = [box for row in rows for box in row.boxes]
+    check_drawable(timeline, "the timeline")
     if not boxes:
         raise PictureError("the timeline has no chunks: there is nothing to draw")
     if len(boxes) > MOST_BOXES:
