@@ -86,6 +86,13 @@ def test_the_legend_names_what_is_there_and_the_bubble(step):
     ]
 
 
+def test_the_legend_says_what_darker_boxes_are(step):
+    looped = pipeline(interleaved_one_f_one_b(2, 2, 2), stages=4)
+    assert f">{module.DARKER}<" in svg(looped)
+    assert module.DARKER not in svg(looped, width=400)  # no room
+    assert module.DARKER not in svg(step)
+
+
 def contrast(a, b):
     def luminance(colour):
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from piper.errors import PictureError
 from piper.simulate.timeline import Timeline
+from piper.visualize.checks import check_drawable
 from piper.visualize.files import write_text
 from piper.visualize.page_data import PageData, links, timeline_data, windows
 
@@ -55,8 +55,7 @@ def write_html(
     Raises :class:`~piper.errors.PictureError` if there is nothing to draw or a file cannot be written.
     """
     for timeline, name in zip(timelines, names, strict=True):
-        if not any(lane.boxes for device in timeline.devices for lane in device.lanes):
-            raise PictureError(f"timeline {name} has no boxes: there is nothing to draw")
+        check_drawable(timeline, f"timeline {name}")
     parts = windows(timelines, most_boxes)
     paths = [path.with_stem(f"{path.stem}-{i + 1}") if i else path for i in range(len(parts))]
     waits = [links(timeline) for timeline in timelines]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from piper.errors import PictureError
 from piper.simulate.timeline import Box, DeviceTimeline, Lane, Timeline
+from piper.visualize.checks import check_drawable
 from piper.visualize.colours import LOOKS, Look, ink
 from piper.visualize.files import write_text
 from piper.visualize.page_data import outermost, stage_ranks
@@ -18,6 +19,7 @@ MOST_BOXES = 20_000
 """A picture with more boxes is refused: no reader could make them out, and few viewers open it."""
 
 NEUTRAL = "#7d8590"
+DARKER = "darker: every second stage of a device"
 ROW, GAP, DIGIT = 24, 5, 6.4
 """Pixels: height of a row, space between rows, width of a digit."""
 
@@ -36,6 +38,7 @@ def svg(timeline: Timeline, *, width: int = 960) -> str:
     """
     rows = list(_rows(timeline))
     boxes = [box for row in rows for box in row.boxes]
+    check_drawable(timeline, "the timeline")
     if not boxes:
         raise PictureError("the timeline has no chunks: there is nothing to draw")
     if len(boxes) > MOST_BOXES:
@@ -51,7 +54,8 @@ def svg(timeline: Timeline, *, width: int = 960) -> str:
     ]
     for number, row in enumerate(rows):
         lines += _row(row, number * (ROW + GAP), margin, scale, width)
-    lines += _legend(timeline, boxes, margin, height - 8, width)
+    darker = any(odd for row in rows for odd in row.odd)
+    lines += _legend(timeline, boxes, margin, height - 8, width, darker=darker)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -113,9 +117,9 @@ def _inside(box: Box) -> str:
 
 
 def _legend(
-    timeline: Timeline, boxes: list[Box], margin: int, bottom: int, width: int
+    timeline: Timeline, boxes: list[Box], margin: int, bottom: int, width: int, *, darker: bool
 ) -> Iterator[str]:
-    """What the colours mean, and on the right the share of the bubble."""
+    """What the colours mean (what *darker* boxes are, if there is room), and on the right the share of the bubble."""
     left = float(margin)
     used = {box.pass_ for box in boxes}
     for meaning, colour in (
@@ -124,6 +128,8 @@ def _legend(
         yield f'<rect x="{left:g}" y="{bottom - 9}" width="10" height="10" rx="2" fill="{colour}"/>'
         yield f'<text x="{left + 15:g}" y="{bottom}" fill="{NEUTRAL}">{meaning}</text>'
         left += 15 + len(meaning) * DIGIT + 14
+    if darker and left + len(DARKER) * DIGIT < width - 90:
+        yield f'<text x="{left:g}" y="{bottom}" fill="{NEUTRAL}">{DARKER}</text>'
     yield f'<text x="{width}" y="{bottom}" text-anchor="end" fill="{NEUTRAL}">bubble {timeline.bubble:.1%}</text>'
 
 

@@ -86,7 +86,8 @@ function deviceName(chart, c, device, y) {
 function tickText(time, step, latest) {
   const [size, unit] = unitFor(latest);
   const decimals = Math.max(0, -Math.floor(Math.log10(step / size) + 1e-9));
-  return `${(time / size).toFixed(decimals)} ${unit}`.trim();
+  const text = time / size >= 1e6 ? (time / size).toPrecision(Math.ceil(Math.log10(time / step) + 1)) : (time / size).toFixed(decimals);
+  return `${text} ${unit}`.trim();
 }
 
 function clip(c, text, width) {

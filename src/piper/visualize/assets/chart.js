@@ -1,6 +1,7 @@
 // One timeline on a canvas: a row per stream, a memory curve under each device.
 
 const GUTTER = 132, AXIS = 24, TALL = 24, LOW = 13, MEMORY = 38, GAP = 12;
+const PRINTED = 2, MOST_PIXELS = 16000; // on paper: pixels per CSS pixel, and how high a canvas may be in all
 const MARK = { none: 0, chain: 1, direct: 2, self: 3 }; // how a box is related to the selected one
 
 class Chart {
@@ -32,7 +33,7 @@ class Chart {
     make("b", "", caption).textContent = timeline.name;
     make("span", "badge", caption).textContent = timeline.source;
     make("span", "", caption).textContent =
-      `${seconds(timeline.seconds)}${timeUnit === "s" ? "" : ` ${timeUnit}`} · bubble ${percent(timeline.bubble)} · ${timeline.numDevices} devices`;
+      `${seconds(timeline.seconds)}${timeUnit === "s" ? "" : ` ${timeUnit}`} · bubble ${percent(timeline.bubble)} · ${plural(timeline.numDevices, "device")}`;
     this.overview = new Overview(this);
     this.root.append(this.overview.canvas);
     this.rowsElement = make("div", "rows", this.root);
@@ -46,7 +47,7 @@ class Chart {
   /** Places the rows; to be called when options change. Few rows are made up to 1.7 times as high, to use the space. */
   layout() {
     this.#place(1);
-    const stretch = Math.min(1.7, (this.shown ?? 0) / this.height);
+    const stretch = this.page.printing ? 1 : Math.min(1.7, (this.shown ?? 0) / this.height);
     if (stretch > 1) this.#place(stretch);
   }
 
@@ -77,23 +78,24 @@ class Chart {
     this.extent.style.height = `${y}px`;
   }
 
-  /** Fits the canvases to the space there is. */
+  /** Fits the canvases to the space there is; on paper, to all rows. */
   resize() {
-    const ratio = window.devicePixelRatio || 1;
+    const { printing } = this.page;
     this.width = this.rowsElement.clientWidth;
     this.shown = this.rowsElement.clientHeight;
-    this.canvas.style.height = `${this.shown}px`;
+    this.layout();
+    if (printing) this.shown = this.height;
+    const ratio = printing ? Math.max(1, Math.min(PRINTED, MOST_PIXELS / this.shown)) : window.devicePixelRatio || 1;
+    this.canvas.style.height = printing ? "auto" : `${this.shown}px`;
     for (const [canvas, width, height] of [[this.canvas, this.width, this.shown], [this.overview.canvas, this.width, OVERVIEW]]) {
       canvas.width = Math.max(1, Math.round(width * ratio));
       canvas.height = Math.max(1, Math.round(height * ratio));
     }
-    this.overview.canvas.style.width = `${this.width}px`;
     this.ratio = ratio;
     this.overview.picture = this.painted = null;
-    this.layout();
   }
 
-  get scroll() { return this.rowsElement.scrollTop; }
+  get scroll() { return this.page.printing ? 0 : this.rowsElement.scrollTop; }
   get plotWidth() { return Math.max(1, this.width - GUTTER); }
 
   /** What the chart's times are multiplied with to be the view's: 1, unless steps are drawn equally long. */
@@ -165,6 +167,7 @@ class Chart {
     this.painted = null;
   }
 
+  /** Whether all is drawn: new texts take several turns. */
   draw() {
     const c = this.context, { ratio, plotLeft } = this;
     const state = `${this.t0} ${this.t1} ${this.scroll}`;
@@ -185,5 +188,6 @@ class Chart {
     drawNames(this, c);
     drawAxis(this, c);
     this.overview.draw();
+    return this.painted !== null;
   }
 }

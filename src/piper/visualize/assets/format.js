@@ -8,7 +8,7 @@ const timeUnit = DATA.unit; // "s", or "F": forwards
 /** The unit that suits so many seconds, and its name. */
 function unitFor(value) {
   if (timeUnit !== "s") return [1, timeUnit];
-  return UNITS.find(([size]) => Math.abs(value) >= size) ?? [1, "s"];
+  return UNITS.find(([size]) => Math.abs(value) >= 0.9995 * size) ?? [1, "s"]; // not "1000 µs"
 }
 
 /** Seconds in the unit that suits `like` (by default themselves): "12.3 ms". */
@@ -20,6 +20,7 @@ function seconds(value, like = value) {
 /** As many decimals as `like` needs for three digits that say something. */
 function digits(value, like = value) {
   const size = Math.abs(like);
+  if (size >= 1e6) return value.toExponential(2);
   return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2);
 }
 
@@ -38,6 +39,9 @@ function count(value) {
   while (Math.abs(value) >= 1000 && i + 1 < units.length) { value /= 1000; i++; }
   return `${Number.isInteger(value) && i === 0 ? value : digits(value)} ${units[i]}`;
 }
+
+/** "1 device", "2 devices". */
+function plural(number, word) { return `${number} ${word}${number === 1 ? "" : "s"}`; }
 
 function percent(share, decimals = 1) { return `${(100 * share).toFixed(decimals)} %`; }
 

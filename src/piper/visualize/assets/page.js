@@ -1,15 +1,17 @@
 // The page: selection, search, keys.
 
 const MOST_WAITS = 30; // how many a list shows before one asks for all
+const PRINT_TURNS = 200; // how often a chart is drawn at most until all texts are there
 
 class Page {
   constructor(data) {
     this.data = data;
     this.options = { communication: true, memory: true, critical: false, equal: false };
-    this.selection = null; // { chart, box, counterpart }
+    this.selection = null; // { chart, box, counterpart, relations }
     this.found = null; // per chart, the boxes that the search found
     this.cursor = null; // time under the mouse
     this.range = null; // times between which the axis is being dragged
+    this.printing = false;
     this.timelines = data.timelines.map((raw) => new Timeline(raw));
     const untils = this.timelines.map((t) => t.until);
     this.view = new View(this.timelines[0].from, Math.max(...untils), () => this.invalidate());
@@ -34,6 +36,15 @@ class Page {
       for (const chart of this.charts) chart.draw();
       this.frameMilliseconds = performance.now() - begin;
     });
+  }
+
+  /** Paper shows all rows, dark on light; it is drawn at once, since no frame follows. */
+  print(begins) {
+    this.printing = begins;
+    this.#theme(begins ? "light" : stored("theme"));
+    this.#refresh();
+    this.resize();
+    for (const chart of this.charts) for (let turn = 0; turn < PRINT_TURNS && !chart.draw(); turn++);
   }
 
   /** The same, where boxes may have other colours. */
@@ -80,7 +91,7 @@ class Page {
   /** Select a box of a chart, or nothing. */
   select(chart, box = -1, { show = false } = {}) {
     for (const each of this.charts) each.marks.fill(MARK.none);
-    this.selection = chart && box >= 0 ? { chart, box, counterpart: -1 } : null;
+    this.selection = chart && box >= 0 ? { chart, box, counterpart: -1, relations: relations(chart.timeline, box) } : null;
     if (this.selection) {
       this.#mark(chart, box);
       for (const other of this.charts) {
@@ -273,8 +284,8 @@ class Page {
     const css = (pass, message) => this.palette.css[boxColour(pass, false, message, false)];
     byId("legend").replaceChildren(
       ...PASSES.map((pass, i) => (used.has(i) ? entry(css(i, false), pass.meaning) : null)).filter(Boolean),
-      make("span", {}, make("i", { class: "swatch", style: `background: linear-gradient(135deg, ${css(0, true)} 50%, ${css(1, true)} 50%)` }), "communication (pale)"),
-      make("span", {}, make("i", { class: "swatch", style: "height: 3px; background: var(--critical)" }), "on the critical path"),
+      ...(this.timelines.some((t) => t.members.size) ? [make("span", {}, make("i", { class: "swatch", style: `background: linear-gradient(135deg, ${css(0, true)} 50%, ${css(1, true)} 50%)` }), "communication (pale)")] : []),
+      ...(this.timelines.some((t) => t.critical.includes(1)) ? [make("span", {}, make("i", { class: "swatch", style: "height: 3px; background: var(--critical)" }), "on the critical path")] : []),
       ...(this.timelines.some((t) => t.odd.includes(1)) ? [make("span", {}, "darker: every second stage of a device")] : []),
       ...(categories.size ? [make("span", {}, make("b", {}, "memory:"))] : []),
       ...[...categories].map(([name, colour]) => entry(colour, name)),
@@ -293,7 +304,7 @@ class Page {
   // ------------------------------------------------------------------ events
 
   #listen() {
-    new ResizeObserver(() => this.resize()).observe(byId("charts"));
+    new ResizeObserver(() => this.printing || this.resize()).observe(byId("charts"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       if (!stored("theme")) { this.#theme(null); this.#refresh(); }
     });
@@ -313,6 +324,8 @@ class Page {
     });
     document.addEventListener("keydown", (event) => this.#key(event));
     for (const chart of this.charts) new Mouse(this, chart);
+    addEventListener("beforeprint", () => this.print(true));
+    addEventListener("afterprint", () => this.print(false));
   }
 
   #key(event) {

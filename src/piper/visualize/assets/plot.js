@@ -21,11 +21,12 @@ class Plot {
     const { chart, raster } = this, { ratio, palette } = chart;
     raster.resize(chart.plotPixels, Math.max(1, Math.round(chart.shown * ratio)));
     if (this.sums?.length !== 4 * raster.width) this.sums = new Float32Array(4 * raster.width);
-    this.perSecond = raster.width / (chart.t1 - chart.t0);
+    Object.assign(this, { scroll: chart.scroll, t0: chart.t0, t1: chart.t1 });
+    this.perSecond = raster.width / (this.t1 - this.t0);
     this.corners = [2, 3].map((radius) => corner(Math.round(radius * ratio)));
     for (const labels of [this.large, this.small]) { labels.reset(ratio); labels.begin(); }
     raster.pixels.fill(palette.pixels.panel);
-    const shown = chart.rows.filter((row) => row.y < chart.scroll + chart.shown && row.y + row.height > chart.scroll + AXIS);
+    const shown = chart.rows.filter((row) => row.y < this.scroll + chart.shown && row.y + row.height > this.scroll + AXIS);
     for (const row of shown) if (row.band) raster.fill(0, this.#y(row.y), raster.width, this.#y(row.y + row.height), palette.pixels.band);
     const step = Math.max(1, Math.round(ratio));
     for (const time of chart.ticks()) {
@@ -39,8 +40,8 @@ class Plot {
     return !this.large.incomplete && !this.small.incomplete;
   }
 
-  #x(time) { return Math.round((time - this.chart.t0) * this.perSecond); }
-  #y(y) { return Math.round((y - this.chart.scroll) * this.chart.ratio); }
+  #x(time) { return Math.round((time - this.t0) * this.perSecond); }
+  #y(y) { return Math.round((y - this.scroll) * this.chart.ratio); }
 
   // ------------------------------------------------------------------ boxes
 
@@ -58,7 +59,7 @@ class Plot {
 
   /** Paint the boxes of a lane into the line of pixels that begins at `line`. */
   #line(lane, line) {
-    const { chart: { timeline: t, t0, t1, shades, palette }, raster, sums, edges, perSecond } = this;
+    const { chart: { timeline: t, shades, palette }, raster, sums, edges, perSecond, t0, t1 } = this;
     const { pixels, width } = raster, { start, end } = t, { packed: colours, parts } = palette;
     const gapFrom = 5 * this.chart.ratio, gap = Math.max(1, Math.floor(this.chart.ratio)), noted = 6 * this.chart.ratio;
     let low = width, high = 0; // the pixels in which there are narrow boxes
@@ -107,7 +108,7 @@ class Plot {
 
   /** A stripe at the lower edge of boxes on the critical path. */
   #stripes(lane, bottom) {
-    const { chart: { timeline: t, t0, t1, palette, ratio }, raster, perSecond } = this;
+    const { chart: { timeline: t, palette, ratio }, raster, perSecond, t0, t1 } = this;
     const height = Math.round(STRIPE * ratio), { criticals } = lane;
     let done = -1; // the last pixel that has one
     for (let n = search(0, criticals.length, (k) => t.end[criticals[k]] > t0); n < criticals.length; n++) {
@@ -166,7 +167,7 @@ class Plot {
 
   /** Calls back with each stretch of pixels and the index of what the curve says there: of points that share a pixel, the one with the most bytes. */
   #runs({ times, total }, found) {
-    const { chart: { t0, t1, timeline: t }, raster: { width } } = this;
+    const { chart: { timeline: t }, raster: { width }, t0, t1 } = this;
     const end = Math.min(width, this.#x(Math.min(t.until, t.seconds)));
     let i = Math.max(0, search(0, times.length, (k) => times[k] > t0) - 1);
     while (i < times.length && times[i] < t1) {

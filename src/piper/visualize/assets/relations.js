@@ -8,8 +8,8 @@ function drawRelations(chart, c) {
   if (options.critical) criticalPath(chart, c);
   if (selection?.chart === chart) {
     const i = selection.box;
-    for (const [pairs, binding] of [[relations(t, i, false), false], [relations(t, i, true), true]]) {
-      const shown = pairs.slice(0, MOST_CURVES);
+    for (const binding of [false, true]) {
+      const shown = selection.relations.filter((pair) => pair[2] === binding).slice(0, MOST_CURVES);
       c.strokeStyle = binding ? palette.text : palette.soft;
       c.lineWidth = binding ? 1.75 : 1;
       c.setLineDash(binding ? [] : [4, 4]);
@@ -27,12 +27,9 @@ function drawRelations(chart, c) {
   if (hover !== null && hover >= 0) outline(chart, c, hover, palette.text, 1.5);
 }
 
-/** Pairs of a box and one that waits for it, one of which is box i. */
-function relations(t, i, binding) {
-  return [
-    ...t.before(i).filter((j) => t.binds(j, i) === binding).map((j) => [j, i]),
-    ...t.after(i).filter((j) => t.binds(i, j) === binding).map((j) => [i, j]),
-  ];
+/** Box i and each box that it waits for or that waits for it: [first, second, whether the second started when the first ended]. */
+function relations(t, i) {
+  return [...t.before(i).map((j) => [j, i, t.binds(j, i)]), ...t.after(i).map((j) => [i, j, t.binds(i, j)])];
 }
 
 /** Where a box is at a time, or nothing if its row is not there. */
