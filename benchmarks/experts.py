@@ -105,9 +105,16 @@ def pairs(microbatches: int) -> piper.Order:
 
 def forward_with_backward(microbatches: int) -> piper.Order:
     """The forward of each microbatch with the backward of the one before."""
-    middle = [[{"MB": m, "PASS": "F"}, {"MB": m - 1, "PASS": "B"}] for m in range(1, microbatches)]
-    last = microbatches - 1
-    return piper.Order([[{"MB": 0, "PASS": "F"}], *middle, [{"MB": last, "PASS": "B"}]])
+    return piper.Order(
+        [
+            [
+                {"MB": m - late, "PASS": p}
+                for late, p in enumerate("FB")
+                if 0 <= m - late < microbatches
+            ]
+            for m in range(microbatches + 1)
+        ]
+    )
 
 
 ORDERS: Mapping[str, Callable[[int], piper.Order] | None] = {

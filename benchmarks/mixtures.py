@@ -23,7 +23,8 @@ from piper.models import MoE, MoEConfig, moe_loss
 from piper.ops.all_to_all import ExchangeExperts
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch, signature
-from piper.runtime.state import OptimizerSpec, ParamsArgument, Slice
+from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
+from piper.runtime.slices import Slice
 
 Step = Callable[[], object]
 
@@ -81,7 +82,7 @@ def build_optimizer(parameters: ParamsArgument) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
-def batch_of(sizes: Sizes, replicas: int) -> Batch:
+def batch_of(sizes: Sizes, replicas: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The global batch: replica r's microbatch m is number r·M + m."""
     rows = SHARING * sizes.microbatches * sizes.rows
     ids = torch.randint(
@@ -124,9 +125,9 @@ def check_equal(name: str, found: FirstStep, expected: FirstStep) -> float:
     """The largest error of a gradient, relative to its norm. Raises :class:`AssertionError` if losses or gradients disagree or are missing."""
     assert found.gradients, f"{name}: no gradients"
     for microbatch, loss in found.losses.items():
-        wanted = expected.losses[microbatch]
-        assert abs(loss - wanted) <= 1e-5 * abs(wanted), (
-            f"{name}: microbatch {microbatch}: loss {loss}, in one process {wanted}"
+        right = expected.losses[microbatch]
+        assert abs(loss - right) <= 1e-5 * abs(right), (
+            f"{name}: microbatch {microbatch}: loss {loss}, in one process {right}"
         )
     largest = max(gradient.norm().item() for gradient in expected.gradients.values())
     errors: dict[str, float] = {}

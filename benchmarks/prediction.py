@@ -304,7 +304,7 @@ def network(links: Sequence[LinkTimes], collectives: Sequence[CollectiveTimes]) 
 def quickest(times: Sequence[LinkTimes]) -> LinkTimes:
     """By size, the times of the quickest."""
     best = {
-        size: min(times, key=lambda t, size=size: t.issue[size] + t.travel[size])  # type: ignore[misc]
+        size: min(times, key=lambda t, size=size: t.issue[size] + t.travel[size])
         for size in times[0].issue
     }
     return LinkTimes(

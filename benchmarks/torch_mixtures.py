@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B, _wait_batch_p2p
 
 from piper.models import MoE, moe_loss
 from piper.models.moe import Experts
-from piper.runtime.state import Slice
+from piper.runtime.slices import Slice
 
 
 class Turns:

@@ -147,7 +147,7 @@ import os, sys, time
 from pathlib import Path
 from piper.backends import make_backend
 from piper.runtime.batch import signature
-from piper.runtime.state import OptimizerSpec
+from piper.runtime.optimizer import OptimizerSpec
 from tests.backends import plans
 from tests.backends.test_inprocess import PIPELINE_ROWS, momentum
 

@@ -121,7 +121,8 @@ class _Symbolic:
             return
         traces = self.subject.traces
         totals = {
-            d: [self.totals[d].get(slot) for slot in traces[d].reads[i]] for d, i in at.items()
+            DeviceId(d): [self.totals[d].get(slot) for slot in traces[d].reads[i]]
+            for d, i in at.items()
         }
         if all(total is None for mine in totals.values() for total in mine):
             return
@@ -141,7 +142,7 @@ class _Symbolic:
                 {
                     slot: total
                     for slot, total in zip(
-                        traces[place].writes[position], results[place], strict=False
+                        traces[place].writes[position], results[DeviceId(place)], strict=False
                     )
                     if total is not None
                 }
@@ -206,7 +207,7 @@ class _Symbolic:
             instruction.names, instruction.parameters, instruction.gradients, strict=True
         ):
             total = self.totals[device].get(slot)
-            key = (name, self.origins.part(name, device))
+            key = (name, self.origins.part(name, DeviceId(device)))
             if total is None or total.target != key or not self.complete(total):
                 yield self.wrong(here, device, slot, name, total)
                 continue
@@ -284,7 +285,7 @@ class _Symbolic:
             zip(instruction.names, instruction.gradients, strict=True)
         ):
             total = totals.get(slot)
-            if total is None or total.target != (name, self.origins.part(name, device)):
+            if total is None or total.target != (name, self.origins.part(name, DeviceId(device))):
                 yield self.wrong(here, device, slot, name, total)
                 continue
             if slots[instruction.kept[k]].name != name or total.final:

@@ -198,7 +198,7 @@ class Origins:
             known = self._orbits[key] = sum(1 << (8 * place) for place in places)
         return known
 
-    def _number(self, numbers: Mapping[ValueId, int], start: int) -> int:
+    def _number(self, numbers: dict[ValueId, int], start: int) -> int:
         """The number whose digits for each value, ascending from number *start* on, are those given."""
         last = self.digits[next(reversed(numbers))]
         digits = bytearray(last.base + len(last.makers.devices) - start)
