@@ -22,7 +22,7 @@ from piper.ids import DeviceId
 from piper.models import MoE, MoEConfig, moe_loss
 from piper.ops.all_to_all import ExchangeExperts
 from piper.plan.model import Plan
-from piper.runtime.batch import Batch, signature
+from piper.runtime.batch import signature
 from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
 from piper.runtime.slices import Slice
 
