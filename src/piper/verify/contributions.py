@@ -116,7 +116,8 @@ class _Symbolic:
             return
         traces = self.subject.traces
         totals = {
-            d: [self.totals[d].get(slot) for slot in traces[d].reads[i]] for d, i in at.items()
+            DeviceId(d): [self.totals[d].get(slot) for slot in traces[d].reads[i]]
+            for d, i in at.items()
         }
         if all(total is None for mine in totals.values() for total in mine):
             return
@@ -136,7 +137,7 @@ class _Symbolic:
                 {
                     slot: total
                     for slot, total in zip(
-                        traces[place].writes[position], results[place], strict=False
+                        traces[place].writes[position], results[DeviceId(place)], strict=False
                     )
                     if total is not None
                 }
