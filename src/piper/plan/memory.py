@@ -152,7 +152,7 @@ class _Curve:
 
     def finish(self, length: int) -> tuple[int, ...]:
         """The number after each of *length* instructions."""
-        ends = [*self._starts[1:], length]
+        ends = [*self._starts[1:], length] if self._starts else []
         runs = zip(self._numbers, self._starts, ends, strict=True)
         return tuple(
             chain.from_iterable(repeat(number, end - start) for number, start, end in runs)

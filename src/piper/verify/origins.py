@@ -88,15 +88,15 @@ class Origins:
                 digits += mask
             yield (name, part), int.from_bytes(digits, "little")
 
-    def part(self, name: str, device: DeviceId) -> int:
+    def part(self, name: str, device: int) -> int:
         """The part of a parameter's experts that *device* holds."""
         groups = self.dag.expert_groups.get(name)
-        return WHOLE if groups is None else self._places_in(groups).get(device, WHOLE)
+        return WHOLE if groups is None else self._places_in(groups).get(DeviceId(device), WHOLE)
 
-    def slice_on(self, device: DeviceId, name: str) -> int:
+    def slice_on(self, device: int, name: str) -> int:
         """Which slice of a parameter *device* holds; ``WHOLE`` for one that is not sharded."""
         groups = self.dag.shards.get(name)
-        return WHOLE if groups is None else self._places_in(groups).get(device, WHOLE)
+        return WHOLE if groups is None else self._places_in(groups).get(DeviceId(device), WHOLE)
 
     def total(self, value: ValueId, device: DeviceId) -> Total:
         """The sum of one contribution."""
@@ -200,7 +200,7 @@ class Origins:
 
     def _number(self, numbers: dict[ValueId, int], start: int) -> int:
         """The number whose digits for each value, ascending from number *start* on, are those given."""
-        last = self.digits[next(reversed(numbers))]
+        last = self.digits[list(numbers)[-1]]
         digits = bytearray(last.base + len(last.makers.devices) - start)
         excess = 0
         for value, number in numbers.items():
