@@ -131,7 +131,7 @@ class Plot {
       const i = edges[n], left = Math.max(edges[n + 1], 0), right = Math.min(edges[n + 2], raster.width);
       if (right - left < 8 * ratio) continue;
       const text = inside(t, i, labels, (right - left) / ratio);
-      if (text) labels.paint(raster, text, (left + right) / 2, middle - (t.critical[i] && tall ? ratio : 0), palette.inks[shades[i]]);
+      if (text) labels.paint(raster, text, (left + right) / 2, middle - (t.critical[i] ? ratio : 0), palette.inks[shades[i]]);
     }
   }
 
