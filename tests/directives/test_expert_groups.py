@@ -175,22 +175,6 @@ def test_a_weighted_loss_clipped(dense, experts):
     assert report.max_grad_error <= 1e-10
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision(precision):
-    """Master copies of experts; the scale of the loss divides their gradients too."""
-    batch = tuple(part.float() for part in capacity_batch(8))
-    report = piper.check(
-        Weighted(),
-        weighted_loss,
-        strategy([0, 1], [1, 2]),
-        batch,
-        optimizer=adamw,
-        max_grad_norm=0.5,
-        precision=precision,
-    )
-    report.require()
-
-
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("experts", [[2, 0, 3, 1], [1, 2]])
 def test_what_every_device_of_the_experts_holds_is_sharded_over_them(zero, experts):
