@@ -1,7 +1,9 @@
-"""Capture time of models of 24 layers, split into the trace (torch) and the partition into chunks (Piper).
+"""Capture time of models of 24 layers, split into the trace (torch) and the partition into chunks
+(Piper).
 
-The transformer of ``piper.models`` with four pipeline regions, the same with a region per layer, and a Hugging Face Llama, if
-transformers is installed. Processor seconds; the best of a few tries, the first of which pays for torch's own warm-up.
+The transformer of ``piper.models`` with four pipeline regions, the same with a region per layer,
+and a Hugging Face Llama, if transformers is installed. Processor seconds; the best of a few tries,
+the first of which pays for torch's own warm-up.
 """
 
 import argparse

@@ -1,25 +1,32 @@
-"""Data parallelism over a slow link: Piper's levels of sharding against ``DistributedDataParallel`` and ``fully_shard``.
+"""Data parallelism over a slow link: Piper's levels of sharding against ``DistributedDataParallel``
+and ``fully_shard``.
 
-Two processes, one thread each, each pinned to its own core, in network namespaces joined by a link of 1 Gbit/s (needs root;
-skipped with a message otherwise, or where the link is not what it should be). The same transformer on both sides, each block a
-bucket, the same batches, gradients accumulated over 1 and 4 microbatches, SGD; all variants in alternating rounds.
+Two processes, one thread each, each pinned to its own core, in network namespaces joined by a link
+of 1 Gbit/s (needs root; skipped with a message otherwise, or where the link is not what it should
+be). The same transformer on both sides, each block a bucket, the same batches, gradients
+accumulated over 1 and 4 microbatches, SGD; all variants in alternating rounds.
 
-Printed per variant: the fraction of the ideal, which is the time of the same computation without communication (on one process
-of Piper's, no replicas, while the other one does the same) over the step's, as ratio of minima and median of the ratios within a
-round; and its bound: what must cross the link in one direction at the link's rate, overlapped perfectly: min(1, compute / link).
+Printed per variant: the fraction of the ideal, which is the time of the same computation without
+communication (on one process of Piper's, no replicas, while the other one does the same) over the
+step's, as ratio of minima and median of the ratios within a round; and its bound: what must cross
+the link in one direction at the link's rate, overlapped perfectly: min(1, compute / link).
 
-    all-reduce 1 × parameters, ZeRO-1 the same (reduce-scatter ½, all-gather ½), ZeRO-2 ½ per microbatch + ½, ZeRO-3 ½ per
-    microbatch (reduce-scatter) + ½ per gather.
+    all-reduce 1 × parameters, ZeRO-1 the same (reduce-scatter ½, all-gather ½), ZeRO-2 ½ per
+    microbatch + ½, ZeRO-3 ½ per microbatch (reduce-scatter) + ½ per gather.
 
-Beside it the processor time of a step: on cores that compute, communication takes some of it, which no overlap hides.
+Beside it the processor time of a step: on cores that compute, communication takes some of it, which
+no overlap hides.
 
-The volume's bound lets every byte hide behind any computation. The *order's* bound, of Piper's variants, does not: it is the simulated step of the very plan
-whose chunks together take as long as the computation alone, on a link without latency, all other work being free.
+The volume's bound lets every byte hide behind any computation. The *order's* bound, of Piper's
+variants, does not: it is the simulated step of the very plan whose chunks together take as long as
+the computation alone, on a link without latency, all other work being free.
 
-Microbatches go one after the other, as in a training loop, or (*layer by layer*) each layer runs all of them before the next one does: sums are
-complete earlier, and gathers and scatters serve all microbatches.
+Microbatches go one after the other, as in a training loop, or (*layer by layer*) each layer runs
+all of them before the next one does: sums are complete earlier, and gathers and scatters serve all
+microbatches.
 
-``--trace`` prints, for one step of each of Piper's variants, the longest waits and for what they were.
+``--trace`` prints, for one step of each of Piper's variants, the longest waits and for what they
+were.
 """
 
 import argparse
@@ -102,8 +109,9 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was measured: seconds per step of each variant in each round, and of rank 0's processor; of the checking message; bytes that each of Piper's
-    variants sends per step, and of the parameters; seconds that the order of each of Piper's needs; the cores that others kept busy.
+    """What was measured: seconds per step of each variant in each round, and of rank 0's processor;
+    of the checking message; bytes that each of Piper's variants sends per step, and of the
+    parameters; seconds that the order of each of Piper's needs; the cores that others kept busy.
     """
 
     seconds: dict[str, list[float]]
@@ -237,7 +245,9 @@ class PiperRun:
         return total
 
     def trace(self, label: str) -> list[str]:
-        """Where a step's time goes: the longest closures that are not computation, with when they began."""
+        """Where a step's time goes: the longest closures that are not computation, with when they
+        began.
+        """
         program = _program(self.backend.worker)
         began = time.perf_counter()
         found: list[tuple[float, float, str]] = []
@@ -286,7 +296,9 @@ class PiperRun:
 
 @dataclass(frozen=True)
 class ChunksOnly:
-    """Costs of chunks, ``slower`` times what the preset of a CPU says, and of bytes on a link; all else is free."""
+    """Costs of chunks, ``slower`` times what the preset of a CPU says, and of bytes on a link; all
+    else is free.
+    """
 
     topology: Topology
     slower: float = 1.0
@@ -309,7 +321,9 @@ class ChunksOnly:
 
 
 def seconds_of_order(plan: Plan, single: Plan, alone: float, rate: float) -> float:
-    """How long *plan* takes at least in its order, with chunks that together take *alone* seconds in the plan *single*."""
+    """How long *plan* takes at least in its order, with chunks that together take *alone* seconds
+    in the plan *single*.
+    """
     link = PortLink(latency=0.0, bandwidth=rate)
     costs = ChunksOnly(Topology(REPLICAS, 1, link, link))
     slower = alone / piper.simulate(single, costs).seconds

@@ -1,10 +1,13 @@
-"""DualPipeV with expert parallelism over a slow link: is a forward's all-to-all hidden behind a backward's compute, and the other way round?
+"""DualPipeV with expert parallelism over a slow link: is a forward's all-to-all hidden behind a
+backward's compute, and the other way round?
 
-Every stage is on two workers, one at each end of the link, which share its experts: ``--ranks`` R pipeline ranks are 2·R workers. Only
-the experts' messages (and the reductions) cross the link; stages of different ranks talk within one end. With one rank, the default
-on a machine of two cores, both stages of the V are on the same two workers: there is no bubble and no message between stages, and the step
-is computation and all-to-alls alone. More ranks than there are cores for would share cores: what one worker waits for, another
-would hide, whatever the schedule, so such figures are printed with a warning.
+Every stage is on two workers, one at each end of the link, which share its experts: ``--ranks`` R
+pipeline ranks are 2·R workers. Only the experts' messages (and the reductions) cross the link;
+stages of different ranks talk within one end. With one rank, the default on a machine of two cores,
+both stages of the V are on the same two workers: there is no bubble and no message between stages,
+and the step is computation and all-to-alls alone. More ranks than there are cores for would share
+cores: what one worker waits for, another would hide, whatever the schedule, so such figures are
+printed with a warning.
 
 The same model, microbatches and optimizer step
 
@@ -14,8 +17,8 @@ The same model, microbatches and optimizer step
 * under torch's ``Schedule1F1B`` and ``ScheduleDualPipeV``, whose model does its own all-to-alls; the latter also *overlapped* by two threads
   (see ``torch_mixtures``).
 
-Beside them the bounds *compute* (one rank only) and *communication*, as in ``experts``. Losses and gradients of every first step are compared
-with one process before anything is timed.
+Beside them the bounds *compute* (one rank only) and *communication*, as in ``experts``. Losses and
+gradients of every first step are compared with one process before anything is timed.
 """
 
 import argparse

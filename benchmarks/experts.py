@@ -1,7 +1,9 @@
-"""Expert parallelism over a slow link: two workers share the experts of a mixture-of-experts decoder.
+"""Expert parallelism over a slow link: two workers share the experts of a mixture-of-experts
+decoder.
 
-Is the all-to-all of one microbatch hidden behind the compute of another? The same training step in two processes, one thread each, each
-pinned to its own core, in alternating rounds, with the microbatches
+Is the all-to-all of one microbatch hidden behind the compute of another? The same training step in
+two processes, one thread each, each pinned to its own core, in alternating rounds, with the
+microbatches
 
 * *in turn* (an ``Order``: nothing overlaps),
 * *interleaved* (no order: the planner's choice),
@@ -10,16 +12,19 @@ pinned to its own core, in alternating rounds, with the microbatches
 * *ZeRO-2*, interleaved: the gradients of what is not an expert are reduced for each microbatch; all-to-alls and reductions have streams of
   their own, or *one stream*, so that who waits for the one waits for what was issued before of the other.
 
-Beside them the bounds: *compute* alone (one worker's share of the work, no communication) and *communication* alone (the plan's
-all-to-alls, one after the other; *gloo's own*: by its collective). First over the loopback device, where communication is
-processor time and cannot be hidden, then over links between two network namespaces (needs root; skipped with a message otherwise).
-``expert_pipelines`` does the same for DualPipeV.
+Beside them the bounds: *compute* alone (one worker's share of the work, no communication) and
+*communication* alone (the plan's all-to-alls, one after the other; *gloo's own*: by its
+collective). First over the loopback device, where communication is processor time and cannot be
+hidden, then over links between two network namespaces (needs root; skipped with a message
+otherwise). ``expert_pipelines`` does the same for DualPipeV.
 
-Losses and gradients of every variant's first step are compared with one process before anything is timed. Printed per link: how many times
-as fast as in turn each is (ratio of minima, median of the ratios within a round), and how much of what could be hidden is:
-``(in turn - variant) / (in turn - max(compute, communication))``; the second figure adds the processor time of communication to
-``compute``, as it is spent on the same core. And how long the first worker waits in a step, in turn and otherwise (with a clock around every
-instruction). ``--trace`` prints the longest waits of one step.
+Losses and gradients of every variant's first step are compared with one process before anything is
+timed. Printed per link: how many times as fast as in turn each is (ratio of minima, median of the
+ratios within a round), and how much of what could be hidden is: ``(in turn - variant) / (in turn -
+max(compute, communication))``; the second figure adds the processor time of communication to
+``compute``, as it is spent on the same core. And how long the first worker waits in a step, in turn
+and otherwise (with a clock around every instruction). ``--trace`` prints the longest waits of one
+step.
 """
 
 import argparse
@@ -68,15 +73,18 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Rounds(msgspec.Struct, frozen=True):
-    """By variant and round: seconds, and processor seconds of this process, the threads that communicate included."""
+    """By variant and round: seconds, and processor seconds of this process, the threads that
+    communicate included.
+    """
 
     seconds: dict[str, list[float]]
     busy: dict[str, list[float]]
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was measured; seconds that the first worker waits for communication in a step of each of Piper's variants; errors of gradients;
-    seconds of a checking message; cores that others kept busy.
+    """What was measured; seconds that the first worker waits for communication in a step of each of
+    Piper's variants; errors of gradients; seconds of a checking message; cores that others kept
+    busy.
     """
 
     rounds: Rounds
@@ -187,7 +195,9 @@ def work(rank: int, told: Told) -> None:
 
 
 def rounds_of(variants: Mapping[str, Step], rounds: int) -> Rounds:
-    """Run *variants* in alternating rounds, of which :data:`WARM_UP` do not count; each from when all processes begin until all are done."""
+    """Run *variants* in alternating rounds, of which :data:`WARM_UP` do not count; each from when
+    all processes begin until all are done.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     busy: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(WARM_UP + rounds):
@@ -203,7 +213,9 @@ def rounds_of(variants: Mapping[str, Step], rounds: int) -> Rounds:
 
 
 def waits_of(variants: Mapping[str, Trained], rank: int, *, loud: bool) -> dict[str, float]:
-    """The least of :data:`TRACED` steps of each variant; *loud*: where the time of the last one went, on the first worker."""
+    """The least of :data:`TRACED` steps of each variant; *loud*: where the time of the last one
+    went, on the first worker.
+    """
     waits: dict[str, float] = {}
     for name, run in variants.items():
         found = []
@@ -217,8 +229,8 @@ def waits_of(variants: Mapping[str, Trained], rank: int, *, loud: bool) -> dict[
 
 
 class Bounds:
-    """How long a step takes at least: the longer of computation and communication; and if what the processor does for communication
-    delays computation on the same core.
+    """How long a step takes at least: the longer of computation and communication; and if what the
+    processor does for communication delays computation on the same core.
     """
 
     def __init__(self, found: Found) -> None:
@@ -229,7 +241,9 @@ class Bounds:
         self._on_one_core = max(compute + handling, communication)
 
     def hidden(self, slow: str, quick: str) -> str:
-        """How much of what could be hidden in *slow* is in *quick*, by either bound and by what the worker waits."""
+        """How much of what could be hidden in *slow* is in *quick*, by either bound and by what the
+        worker waits.
+        """
         least = min(self._seconds[slow])
         gained = least - min(self._seconds[quick])
         ideal, less = (gained / (least - bound) for bound in (self._ideal, self._on_one_core))

@@ -1,4 +1,5 @@
-"""The cost of the runtime itself: microseconds per instruction, and chunk code against eager PyTorch.
+"""The cost of the runtime itself: microseconds per instruction, and chunk code against eager
+PyTorch.
 
 1. Every kind of instruction with tensors of 8 × 8, one device and two devices in one process: the quickest of many executions of
    each closure, averaged over the instructions of its kind. Compute contains its matrix products, of which one is

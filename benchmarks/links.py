@@ -1,4 +1,6 @@
-"""Links between two benchmark processes: the loopback device, or two network namespaces joined by one of limited rate."""
+"""Links between two benchmark processes: the loopback device, or two network namespaces joined by
+one of limited rate.
+"""
 
 import os
 import shutil
@@ -21,7 +23,9 @@ Pair: TypeAlias = tuple[str, str]
 
 
 class Link(msgspec.Struct, frozen=True):
-    """How the two processes reach each other: what to put before their commands, addresses, interfaces."""
+    """How the two processes reach each other: what to put before their commands, addresses,
+    interfaces.
+    """
 
     name: str
     prefixes: tuple[tuple[str, ...], tuple[str, ...]]
@@ -41,8 +45,8 @@ def open_link(name: str) -> AbstractContextManager[Link]:
 def limited(rate: str) -> Iterator[Link]:
     """Two network namespaces joined by a link of *rate* (tc's notation) each way.
 
-    Token buckets (``tc tbf``) on both ends: communication then takes wall time and almost no processor time. Torn down on the way
-    out, also after an error.
+    Token buckets (``tc tbf``) on both ends: communication then takes wall time and almost no
+    processor time. Torn down on the way out, also after an error.
 
     Raises:
         PermissionError: this user may not make namespaces, or ``ip`` and ``tc`` are missing.
@@ -90,7 +94,9 @@ def free_port() -> int:
 
 
 def exchange(rank: int, nbytes: int) -> float:
-    """Seconds that one message of *nbytes* and an empty answer take between ranks 0 and 1; the receive is posted first."""
+    """Seconds that one message of *nbytes* and an empty answer take between ranks 0 and 1; the
+    receive is posted first.
+    """
     payload, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1)
     work = dist.irecv(payload, 0) if rank else None
     dist.barrier()
@@ -105,18 +111,22 @@ def exchange(rank: int, nbytes: int) -> float:
 
 
 def segment_bytes(rate: str) -> int:
-    """How much the kernel may hand over to a link of *rate* as one packet: about half a millisecond's worth.
+    """How much the kernel may hand over to a link of *rate* as one packet: about half a
+    millisecond's worth.
 
-    Segments must fit into the bucket, and the bucket must be small beside a message, which would otherwise pass without delay after every
-    pause. Smaller ones cost processor time, 8 KiB about 7 s per GB and rank, 32 KiB 2, the kernel's usual 64 KiB 1.5: taken from the
-    cores that compute, it would be measured as communication that does not overlap.
+    Segments must fit into the bucket, and the bucket must be small beside a message, which would
+    otherwise pass without delay after every pause. Smaller ones cost processor time, 8 KiB about 7
+    s per GB and rank, 32 KiB 2, the kernel's usual 64 KiB 1.5: taken from the cores that compute,
+    it would be measured as communication that does not overlap.
     """
     wanted = bytes_per_second(rate) * 0.5e-3
     return min(60 << 10, max(8 << 10, int(wanted)))
 
 
 def bytes_per_second(rate: str) -> float:
-    """What tc's notation of a rate (``1gbit``, ``100mbit``) means. Raises :class:`ValueError` for other units."""
+    """What tc's notation of a rate (``1gbit``, ``100mbit``) means. Raises :class:`ValueError` for
+    other units.
+    """
     for unit, factor in (("gbit", 1e9), ("mbit", 1e6), ("kbit", 1e3)):
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor / 8

@@ -1,4 +1,6 @@
-"""Live bytes of a process, measured from outside what runs: storages after every operator, and the resident set."""
+"""Live bytes of a process, measured from outside what runs: storages after every operator, and the
+resident set.
+"""
 
 import ctypes
 import gc
@@ -19,10 +21,12 @@ _LIBC = ctypes.CDLL(None)
 
 
 class Live(TorchDispatchMode):
-    """The bytes of all storages that are alive, of those that operators made while it was entered, or that were shown to it.
+    """The bytes of all storages that are alive, of those that operators made while it was entered,
+    or that were shown to it.
 
-    Counted after each operator: what an operator allocates and gives back itself does not count, nor what gloo does. A storage
-    counts with the size that it has at the time (FSDP2 resizes storages to nothing instead of giving them up).
+    Counted after each operator: what an operator allocates and gives back itself does not count,
+    nor what gloo does. A storage counts with the size that it has at the time (FSDP2 resizes
+    storages to nothing instead of giving them up).
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,10 @@
-"""Memory of pipeline × sharded data parallelism: Piper against ``fully_shard`` × ``torch.distributed.pipelining``.
+"""Memory of pipeline × sharded data parallelism: Piper against ``fully_shard`` ×
+``torch.distributed.pipelining``.
 
-Four processes, two stages × two replicas, the example transformer (each block a bucket, on both sides), AdamW, one thread
-each, no recomputation on either side. The same three figures for torch's ``DistributedDataParallel`` and ``fully_shard``
-without and with resharding after the forward, and for Piper's levels of sharding:
+Four processes, two stages × two replicas, the example transformer (each block a bucket, on both
+sides), AdamW, one thread each, no recomputation on either side. The same three figures for torch's
+``DistributedDataParallel`` and ``fully_shard`` without and with resharding after the forward, and
+for Piper's levels of sharding:
 
 ``peak``      the most bytes alive in one process during the third step, under 1F1B. Measured alike on both sides: storages alive
               after each operator (``benchmarks.live``), in a run of its own; what gloo holds and what an operator gives back
@@ -140,7 +142,9 @@ class Peak(msgspec.Struct, frozen=True):
 
 Step = Callable[[], object]
 Start = Callable[[Live | None], Step]
-"""Makes the state of one process, seen by a meter if given; the function that it returns trains one step."""
+"""Makes the state of one process, seen by a meter if given; the function that it returns trains one
+step.
+"""
 
 
 # --- torch --------------------------------------------------------------------------------------
@@ -156,7 +160,9 @@ class TorchSide:
     def stages(
         self, model: Transformer, owned: Sequence[Sequence[int]], mode: str, live: Live | None
     ) -> list[tuple[Stage, torch.nn.Module, int]]:
-        """The stages of *model* that are here, each also as the pipeline sees it, and its number."""
+        """The stages of *model* that are here, each also as the pipeline sees it, and its
+        number.
+        """
         count = sum(map(len, owned))
         found: list[tuple[Stage, torch.nn.Module, int]] = []
         for number in owned[self.place]:
@@ -329,7 +335,9 @@ def measure(start: Start, planned: int = 0, *, control: bool = True) -> Peak:
 
 
 def largest(fits: Callable[[int], bool], guess: int, most: int) -> int:
-    """The largest number up to *most* that fits, if all smaller ones do; found from *guess* on, step by step. 0 if none does."""
+    """The largest number up to *most* that fits, if all smaller ones do; found from *guess* on,
+    step by step. 0 if none does.
+    """
     rows = min(max(guess, 1), most)
     if fits(rows):
         while rows < most and fits(rows + 1):

@@ -1,5 +1,5 @@
-"""The mixture-of-experts decoder that the benchmarks of expert parallelism train: as eager PyTorch runs it in one process, and as Piper's
-workers do.
+"""The mixture-of-experts decoder that the benchmarks of expert parallelism train: as eager PyTorch
+runs it in one process, and as Piper's workers do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +36,11 @@ TOLERANCE = 1e-4
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Model and batch: ``rows`` sequences of ``length`` tokens in each of ``microbatches`` microbatches of a replica.
+    """Model and batch: ``rows`` sequences of ``length`` tokens in each of ``microbatches``
+    microbatches of a replica.
 
-    Many small experts, several to a token, as in DeepSeek-V3: what crosses the link takes about as long as the computation.
+    Many small experts, several to a token, as in DeepSeek-V3: what crosses the link takes about as
+    long as the computation.
     """
 
     width: int = 256
@@ -52,7 +54,9 @@ class Sizes(msgspec.Struct, frozen=True):
 
     @property
     def message(self) -> int:
-        """Bytes of one all-to-all on one worker: a vector for each choice of each token, float32. Half of it leaves the worker."""
+        """Bytes of one all-to-all on one worker: a vector for each choice of each token, float32.
+        Half of it leaves the worker.
+        """
         return self.chosen * self.rows * self.length * self.width * 4
 
     def __str__(self) -> str:
@@ -96,7 +100,9 @@ def batch_of(sizes: Sizes, replicas: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass
 class FirstStep:
-    """What a worker saw of its first step: losses by global microbatch, gradients by parameter, and of which a part only."""
+    """What a worker saw of its first step: losses by global microbatch, gradients by parameter, and
+    of which a part only.
+    """
 
     losses: dict[int, float] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -122,7 +128,9 @@ def one_process(sizes: Sizes) -> FirstStep:
 
 
 def check_equal(name: str, found: FirstStep, expected: FirstStep) -> float:
-    """The largest error of a gradient, relative to its norm. Raises :class:`AssertionError` if losses or gradients disagree or are missing."""
+    """The largest error of a gradient, relative to its norm. Raises :class:`AssertionError` if
+    losses or gradients disagree or are missing.
+    """
     assert found.gradients, f"{name}: no gradients"
     for microbatch, loss in found.losses.items():
         right = expected.losses[microbatch]
@@ -142,7 +150,9 @@ def check_equal(name: str, found: FirstStep, expected: FirstStep) -> float:
 
 
 def check_all(steps: Mapping[str, FirstStep], expected: FirstStep) -> dict[str, float]:
-    """The largest error of each variant over all processes; all of them together saw every loss and every parameter's gradient."""
+    """The largest error of each variant over all processes; all of them together saw every loss and
+    every parameter's gradient.
+    """
     worst = {name: check_equal(name, found, expected) for name, found in steps.items()}
     everyone: list[dict[str, tuple[float, set[int], set[str]]]] = [
         {} for _ in range(dist.get_world_size())
@@ -170,8 +180,8 @@ def captured_model(sizes: Sizes, stages: int) -> Captured:
 
 
 class Trained:
-    """One worker of *size*, training under *strategy*; ``first`` is what it saw of its first step. A *size* of 1 is a worker by itself,
-    on one replica's microbatches.
+    """One worker of *size*, training under *strategy*; ``first`` is what it saw of its first step.
+    A *size* of 1 is a worker by itself, on one replica's microbatches.
     """
 
     def __init__(
@@ -218,7 +228,9 @@ class Trained:
 
 
 class Messages:
-    """A plan's all-to-alls, one after the other, as its workers send them; by gloo's own collective instead where *plain*."""
+    """A plan's all-to-alls, one after the other, as its workers send them; by gloo's own collective
+    instead where *plain*.
+    """
 
     def __init__(
         self, name: str, rank: int, link: Link, plan: Plan, store: Store, *, plain: bool = False

@@ -2,10 +2,11 @@
 
     python -m benchmarks.mutation [--mutations 640] [--seed 0] [--timeout 0.7]
 
-Each mutation damages the plan of one of the cases of ``tests/verify``. It is harmful if two training steps of it
-hang, crash, leave a value behind, or differ in any loss, parameter copy or buffer from the same steps in one process (float64,
-SGD with momentum): on the in-process backend, or under an adversary that lets each stream of each device run at a
-random speed (a missing wait is harmless on a CPU, which computes in issue order, and harmful on an accelerator).
+Each mutation damages the plan of one of the cases of ``tests/verify``. It is harmful if two
+training steps of it hang, crash, leave a value behind, or differ in any loss, parameter copy or
+buffer from the same steps in one process (float64, SGD with momentum): on the in-process backend,
+or under an adversary that lets each stream of each device run at a random speed (a missing wait is
+harmless on a CPU, which computes in issue order, and harmful on an accelerator).
 """
 
 import argparse
@@ -21,7 +22,9 @@ from tests.verify.plans import make
 from piper.verify import find_problems
 
 SCHEDULES = {True: 6, False: 40}
-"""Adversarial schedules to try, by whether the verifier found a problem: what it accepts is tried harder."""
+"""Adversarial schedules to try, by whether the verifier found a problem: what it accepts is tried
+harder.
+"""
 
 
 def main() -> None:
@@ -48,7 +51,8 @@ def main() -> None:
         mutation = Mutator(plan, options.seed * 1_000_003 + number).mutate()
         problems = find_problems(mutation.plan)
         on_adversary = harm(mutation.plan, training, expected, schedules=SCHEDULES[bool(problems)])
-        # On a busy machine a run may only seem to hang: what was accepted gets all the time that it needs.
+        # On a busy machine a run may only seem to hang: what was accepted gets all the time that it
+        # needs.
         timeout = options.timeout if problems else 60.0
         try:
             in_backend = differs(in_process(mutation.plan, training, timeout=timeout), expected)

@@ -1,4 +1,6 @@
-"""The same pipeline of two ranks twice: Piper's, and that of ``torch.distributed.pipelining``'s class for the same schedule."""
+"""The same pipeline of two ranks twice: Piper's, and that of ``torch.distributed.pipelining``'s
+class for the same schedule.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -72,13 +74,17 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Side(Protocol):
-    """One rank of a pipeline that trains. ``gradients`` are those of its last step by the model's names, while ``watched``."""
+    """One rank of a pipeline that trains. ``gradients`` are those of its last step by the model's
+    names, while ``watched``.
+    """
 
     watched: bool
     gradients: dict[str, torch.Tensor]
 
     def run(self, first: int, count: int) -> list[float]:
-        """Training steps first, first + 1, …; the microbatch losses, on the rank of the last stage."""
+        """Training steps first, first + 1, …; the microbatch losses, on the rank of the last
+        stage.
+        """
 
 
 def build_model(setup: Setup, kind: Kind) -> Transformer:
@@ -136,7 +142,8 @@ class PiperSide:
 
     def run(self, first: int, count: int) -> list[float]:
         """See :class:`Side`."""
-        # A function of the step, as `trainer.fit` passes it on: before each step the workers agree to run it.
+        # A function of the step, as `trainer.fit` passes it on: before each step the workers agree
+        # to run it.
         data = partial(batch_of, setup=self._setup)
         done = self._backend.run("train", data, first_step=first, num_steps=count)
         losses = (step.values.get("loss", {}) for step in done.steps)
@@ -188,7 +195,8 @@ class TorchSide:
 def check_equal(name: str, ours: Side, theirs: Side, tolerance: float = 1e-4) -> float:
     """Run step 0 on both sides; the largest error of a gradient, relative to its norm (in float32).
 
-    Raises :class:`AssertionError` if losses or gradients disagree, or one side has a gradient that the other does not.
+    Raises :class:`AssertionError` if losses or gradients disagree, or one side has a gradient that
+    the other does not.
     """
     ours.watched = theirs.watched = True
     expected = theirs.run(0, 1)

@@ -1,7 +1,9 @@
-"""Apply, plan and verify time for training DAGs of about 10,000 and 100,000 nodes; goal: plan + verify within 1 s and 10 s.
+"""Apply, plan and verify time for training DAGs of about 10,000 and 100,000 nodes; goal: plan +
+verify within 1 s and 10 s.
 
-Sixteen stages under 1F1B, without and with two replicas. Processor seconds of this one thread, the best of a few tries: what a quiet
-machine takes in wall time. The ratio of the largest to the smaller says whether it is linear.
+Sixteen stages under 1F1B, without and with two replicas. Processor seconds of this one thread, the
+best of a few tries: what a quiet machine takes in wall time. The ratio of the largest to the
+smaller says whether it is linear.
 """
 
 import argparse

@@ -1,13 +1,17 @@
 """Predicted against measured step time: how good is ``piper simulate --profile``?
 
-Two processes, each pinned to a core, as under Ray: pipelines under several schedules, data parallelism at several ZeRO levels, and expert
-parallelism (with a capacity and dropless, microbatches in turn and interleaved), over the loopback device and over a limited link. In every round both
-processes run their devices' programs by themselves and time messages and collectives between them, then every configuration runs. The quickest run of
-each program goes into the profile, from which the step times are predicted, and the least of the rounds is what these are compared with.
-Beside it stands how noisy that is: what the median of the rounds is above it, and how much the least of the even and of the odd rounds differ.
+Two processes, each pinned to a core, as under Ray: pipelines under several schedules, data
+parallelism at several ZeRO levels, and expert parallelism (with a capacity and dropless,
+microbatches in turn and interleaved), over the loopback device and over a limited link. In every
+round both processes run their devices' programs by themselves and time messages and collectives
+between them, then every configuration runs. The quickest run of each program goes into the profile,
+from which the step times are predicted, and the least of the rounds is what these are compared
+with. Beside it stands how noisy that is: what the median of the rounds is above it, and how much
+the least of the even and of the odd rounds differ.
 
-Printed at the end: the errors, the configurations in the predicted and in the measured order, how many pairs of them are ranked as measured, what choosing
-by prediction costs against the best, and how many events per second the simulator handles.
+Printed at the end: the errors, the configurations in the predicted and in the measured order, how
+many pairs of them are ranked as measured, what choosing by prediction costs against the best, and
+how many events per second the simulator handles.
 """
 
 import argparse
@@ -80,7 +84,9 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One configuration: a pipeline, data parallelism at level ``zero``, or shared ``experts`` (``capacity`` or ``dropless``)."""
+    """One configuration: a pipeline, data parallelism at level ``zero``, or shared ``experts``
+    (``capacity`` or ``dropless``).
+    """
 
     schedule: str
     microbatches: int
@@ -139,7 +145,9 @@ CASES = [
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was measured: seconds per step of each case in each round, the profile, and how many cores others kept busy meanwhile."""
+    """What was measured: seconds per step of each case in each round, the profile, and how many
+    cores others kept busy meanwhile.
+    """
 
     seconds: dict[str, list[float]]
     profile: Profile
@@ -260,7 +268,9 @@ def work(rank: int, setup: Setup) -> None:
 
 
 def replay_all(replays: Sequence[Replay], measured: Measured) -> None:
-    """Run each once, in both processes at once. A step is quick when both are: so is a pair of runs."""
+    """Run each once, in both processes at once. A step is quick when both are: so is a pair of
+    runs.
+    """
     taken = [replay.run() for replay in replays]
     together = torch.tensor([of.seconds for of in taken])
     dist.all_reduce(together)
@@ -269,7 +279,9 @@ def replay_all(replays: Sequence[Replay], measured: Measured) -> None:
 
 
 def means(one: Mapping[str, Rate], two: Mapping[str, Rate]) -> dict[str, Rate]:
-    """By name, the mean of what both ranks measured, or what one did; what stands for the rest is that of *two*."""
+    """By name, the mean of what both ranks measured, or what one did; what stands for the rest is
+    that of *two*.
+    """
     both = {
         op: Rate((one[op].fixed + two[op].fixed) / 2, (one[op].per_byte + two[op].per_byte) / 2)
         for op in one.keys() & two.keys() - {"*"}

@@ -36,7 +36,8 @@ def launch(
     timeout: float = 600.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Run ``python -m module --rank R told`` once per prefix, R counting from 0; the lines that rank 0 printed.
+    """Run ``python -m module --rank R told`` once per prefix, R counting from 0; the lines that
+    rank 0 printed.
 
     When one process fails the others are stopped at once. Raises :class:`RuntimeError` then.
     """
@@ -87,7 +88,9 @@ def pinned(rank: int) -> None:
 
 
 def join(rank: int, size: int, link: Link, port: int) -> Store:
-    """Make torch's default process group of *size* processes, two of which may be at the ends of *link*."""
+    """Make torch's default process group of *size* processes, two of which may be at the ends of
+    *link*.
+    """
     end = rank % 2
     os.environ["GLOO_SOCKET_IFNAME"] = link.interfaces[end]
     store = TCPStore(link.addresses[0], port, is_master=rank == 0, timeout=LIMIT)
@@ -96,9 +99,11 @@ def join(rank: int, size: int, link: Link, port: int) -> Store:
 
 
 class OneOf(WorkerBackend):
-    """The backend of a program that is itself one of the workers: what the driver asks of all, each process asks of its own.
+    """The backend of a program that is itself one of the workers: what the driver asks of all, each
+    process asks of its own.
 
-    ``worker`` is the process's own. Communicators meet in *store*, which no other instance may use at the same names.
+    ``worker`` is the process's own. Communicators meet in *store*, which no other instance may use
+    at the same names.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Plan, verify and simulate a step on thousands of devices: 16 stages × 256 replicas, ZeRO-3, 256 microbatches under 1F1B; of opaque dense
-stages, and of a mixture of experts (``--experts``) that groups of 8 of the replicas share.
+"""Plan, verify and simulate a step on thousands of devices: 16 stages × 256 replicas, ZeRO-3, 256
+microbatches under 1F1B; of opaque dense stages, and of a mixture of experts (``--experts``) that
+groups of 8 of the replicas share.
 
-The plan is folded: replicas that do the same are planned, verified and simulated once. Processor seconds of this one thread, and the most
-memory that the process has had by then.
+The plan is folded: replicas that do the same are planned, verified and simulated once. Processor
+seconds of this one thread, and the most memory that the process has had by then.
 """
 
 import argparse
@@ -28,7 +29,9 @@ T = TypeVar("T")
 def strategy(
     stages: int, replicas: int, microbatches: int, expert_parallel: int = 1
 ) -> list[Directive]:
-    """Stage s on its own group of devices, parameters sharded within it; experts shared by *expert_parallel* of its devices."""
+    """Stage s on its own group of devices, parameters sharded within it; experts shared by
+    *expert_parallel* of its devices.
+    """
     groups = [list(range(s * replicas, (s + 1) * replicas)) for s in range(stages)]
     starts = range(0, stages * replicas, expert_parallel)
     shared = [list(range(first, first + expert_parallel)) for first in starts]

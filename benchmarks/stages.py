@@ -6,7 +6,8 @@ from piper.models.transformer import Transformer
 
 
 class Stage(torch.nn.Module):
-    """Stage *stage* of *num_stages* of *model*, which is taken apart: its parameters are the stage's.
+    """Stage *stage* of *num_stages* of *model*, which is taken apart: its parameters are the
+    stage's.
 
     ``names`` has the model's name of each of the stage's own.
     """

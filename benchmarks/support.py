@@ -28,7 +28,9 @@ def _processor() -> str:
 
 
 def busy_seconds() -> float:
-    """Processor seconds that the whole machine has spent since it started (Linux; 0.0 elsewhere)."""
+    """Processor seconds that the whole machine has spent since it started (Linux; 0.0
+    elsewhere).
+    """
     try:
         with Path("/proc/stat").open(encoding="utf-8") as lines:
             fields = [int(f) for f in lines.readline().split()[1:]]
@@ -39,8 +41,10 @@ def busy_seconds() -> float:
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """How many times as fast as *theirs* *ours* is, from seconds per round of alternating rounds: the ratio of
-    minima, and the median of the ratios within a round. A difference counts only if both agree."""
+    """How many times as fast as *theirs* *ours* is, from seconds per round of alternating rounds:
+    the ratio of minima, and the median of the ratios within a round. A difference counts only if
+    both agree.
+    """
     within = [b / a for a, b in zip(ours, theirs, strict=True)]
     return min(theirs) / min(ours), median(within)
 

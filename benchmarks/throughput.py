@@ -1,14 +1,18 @@
-"""Throughput of a pipeline of two workers: Piper against ``torch.distributed.pipelining``'s class for the same schedule.
+"""Throughput of a pipeline of two workers: Piper against ``torch.distributed.pipelining``'s class
+for the same schedule.
 
-Both train the model of ``examples/gpt_stdlib.toml`` in the same two processes, one thread each, each pinned to its own core,
-on the same batches and microbatches, with the same optimizer step, in alternating rounds. Piper runs as under Ray: a
-:class:`~piper.runtime.worker.Worker` per process with gloo communicators. Under 1F1B each rank has one stage, under the other schedules
-two. First over the loopback device, then over a link of 100 Mbit/s between two network namespaces (needs root; skipped with a
-message otherwise).
+Both train the model of ``examples/gpt_stdlib.toml`` in the same two processes, one thread each,
+each pinned to its own core, on the same batches and microbatches, with the same optimizer step, in
+alternating rounds. Piper runs as under Ray: a :class:`~piper.runtime.worker.Worker` per process
+with gloo communicators. Under 1F1B each rank has one stage, under the other schedules two. First
+over the loopback device, then over a link of 100 Mbit/s between two network namespaces (needs root;
+skipped with a message otherwise).
 
-Before anything is timed, losses and gradients of one step are compared. Printed per link and schedule: the ratio of minima and the median
-of the ratios within a round, of torch's time over Piper's (above 1 means that Piper is faster); and Piper's step beside its *bound*, the length
-of the simulated step (its critical path) with the times that its chunks, its other local work and messages take by themselves.
+Before anything is timed, losses and gradients of one step are compared. Printed per link and
+schedule: the ratio of minima and the median of the ratios within a round, of torch's time over
+Piper's (above 1 means that Piper is faster); and Piper's step beside its *bound*, the length of the
+simulated step (its critical path) with the times that its chunks, its other local work and messages
+take by themselves.
 """
 
 import argparse
@@ -58,8 +62,9 @@ BOUND_GOAL = 0.95
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """What a step would take if nothing cost more than by itself: seconds, those of the chunks of each rank, the number of instructions of
-    each rank, and what the critical path is made of, in words.
+    """What a step would take if nothing cost more than by itself: seconds, those of the chunks of
+    each rank, the number of instructions of each rank, and what the critical path is made of, in
+    words.
     """
 
     seconds: float
@@ -69,9 +74,11 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was measured, by schedule and ``piper`` or ``torch``: seconds per step in each round, processor seconds likewise by rank;
-    the bound and the largest error of a gradient by schedule; the cores that others kept busy meanwhile, and the seconds that one message of
-    :data:`MESSAGE` bytes takes."""
+    """What was measured, by schedule and ``piper`` or ``torch``: seconds per step in each round,
+    processor seconds likewise by rank; the bound and the largest error of a gradient by schedule;
+    the cores that others kept busy meanwhile, and the seconds that one message of :data:`MESSAGE`
+    bytes takes.
+    """
 
     seconds: dict[str, dict[str, list[float]]]
     cpu: list[dict[str, dict[str, list[float]]]]
@@ -118,14 +125,17 @@ def rounds_of(
     profiler: "_Profiler",
     bounds: "Bounds",
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, list[float]]]]:
-    """Seconds per step and processor seconds of this process, of every side in each round. Step 0 is done."""
+    """Seconds per step and processor seconds of this process, of every side in each round. Step 0
+    is done.
+    """
     seconds = {name: {side: list[float]() for side in of} for name, of in sides.items()}
     cpu = {name: {side: list[float]() for side in of} for name, of in sides.items()}
     losses = {name: {side: list[float]() for side in of} for name, of in sides.items()}
     for turn in range(WARM_UP + setup.rounds):
         first = 1 + turn * setup.steps
         for name, of in sides.items():
-            # Who goes first alternates: what runs second finds caches and clock as the other left them.
+            # Who goes first alternates: what runs second finds caches and clock as the other left
+            # them.
             for side, variant in list(of.items())[:: 1 if turn % 2 else -1]:
                 dist.barrier()
                 began, used = time.perf_counter(), time.process_time()
@@ -144,8 +154,9 @@ def rounds_of(
 
 
 class Bounds:
-    """Finds the bounds. Both ranks run their programs by themselves at the same time, once in each round, so that whatever else keeps the
-    machine busy delays this as much as the steps; of several runs the quickest counts.
+    """Finds the bounds. Both ranks run their programs by themselves at the same time, once in each
+    round, so that whatever else keeps the machine busy delays this as much as the steps; of several
+    runs the quickest counts.
     """
 
     def __init__(

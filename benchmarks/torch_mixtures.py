@@ -1,8 +1,11 @@
-"""The mixture-of-experts decoder under ``torch.distributed.pipelining``, with all-to-alls of the model's own.
+"""The mixture-of-experts decoder under ``torch.distributed.pipelining``, with all-to-alls of the
+model's own.
 
-Torch's schedules know nothing of them. ``ScheduleDualPipeV`` names the pairs of a forward and a backward that may overlap (action
-``OVERLAP_F_B``), and runs them one after the other, unless a function of the user's says how to. Here that is two threads, one for the
-forward, one for the backward; one of them computes, and hands over while it waits for an all-to-all (as torchtitan's example does by hooks).
+Torch's schedules know nothing of them. ``ScheduleDualPipeV`` names the pairs of a forward and a
+backward that may overlap (action ``OVERLAP_F_B``), and runs them one after the other, unless a
+function of the user's says how to. Here that is two threads, one for the forward, one for the
+backward; one of them computes, and hands over while it waits for an all-to-all (as torchtitan's
+example does by hooks).
 """
 
 import threading
@@ -25,7 +28,9 @@ from piper.runtime.slices import Slice
 
 
 class Turns:
-    """Which of two threads computes. Outside of :meth:`sharing` there is one thread, and nothing to hand over."""
+    """Which of two threads computes. Outside of :meth:`sharing` there is one thread, and nothing to
+    hand over.
+    """
 
     def __init__(self) -> None:
         self._lock, self._shared = threading.Lock(), False
@@ -55,8 +60,8 @@ class Turns:
 
 
 class _Exchange(Function):
-    """An equal all-to-all of dimension 0, and that of its gradient. Forwards and backwards have groups of their own: which of two threads
-    comes first may differ between members.
+    """An equal all-to-all of dimension 0, and that of its gradient. Forwards and backwards have
+    groups of their own: which of two threads comes first may differ between members.
     """
 
     @staticmethod
@@ -106,7 +111,9 @@ class SharedExperts(torch.nn.Module):
 
 
 class MoEStage(torch.nn.Module):
-    """Stage *stage* of *model*, which is taken apart; ``names`` has the model's name of each of the stage's parameters."""
+    """Stage *stage* of *model*, which is taken apart; ``names`` has the model's name of each of the
+    stage's parameters.
+    """
 
     def __init__(self, model: MoE, stage: int) -> None:
         super().__init__()
@@ -133,7 +140,9 @@ class MoEStage(torch.nn.Module):
 
 
 class Groups:
-    """The process groups of a rank: its pipeline, and those that share its experts, for forwards and for backwards."""
+    """The process groups of a rank: its pipeline, and those that share its experts, for forwards
+    and for backwards.
+    """
 
     def __init__(self, rank: int, ranks: int) -> None:
         pipelines = [
@@ -150,7 +159,8 @@ class Groups:
 class TorchPipeline:
     """One rank that trains; ``first`` is what it saw of its first step.
 
-    *overlapped*: pairs of a forward and a backward share the rank as described above, and the all-to-all is :class:`_Exchange`; else it is
+    *overlapped*: pairs of a forward and a backward share the rank as described above, and the
+    all-to-all is :class:`_Exchange`; else it is
     ``torch.distributed._functional_collectives.all_to_all_single_autograd``, which waits at once.
     """
 

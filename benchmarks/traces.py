@@ -13,8 +13,9 @@ from piper.runtime.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Seconds that the worker waited for communication (what it does with what arrived included), and lines for people: milliseconds by kind
-    of instruction, and the longest instructions that are not computation, with when they began.
+    """Seconds that the worker waited for communication (what it does with what arrived included),
+    and lines for people: milliseconds by kind of instruction, and the longest instructions that are
+    not computation, with when they began.
     """
 
     waited: float

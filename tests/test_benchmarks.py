@@ -1,4 +1,6 @@
-"""The benchmarks are programs that no other test imports: a name that moved is found here, not when somebody measures."""
+"""The benchmarks are programs that no other test imports: a name that moved is found here, not when
+somebody measures.
+"""
 
 import importlib
 import sys

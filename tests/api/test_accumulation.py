@@ -1,4 +1,6 @@
-"""``step(update=False)``: several backward calls, then one update, against the same in plain PyTorch."""
+"""``step(update=False)``: several backward calls, then one update, against the same in plain
+PyTorch.
+"""
 
 import copy
 import math
@@ -31,7 +33,9 @@ def batch_of(call: int, rows: int = 8) -> eager.Batch:
 
 
 class Plain:
-    """Plain PyTorch: each call divides its own gradients by its own weight and adds them to ``.grad``."""
+    """Plain PyTorch: each call divides its own gradients by its own weight and adds them to
+    ``.grad``.
+    """
 
     def __init__(self, model, loss_fn, count=COUNT, max_norm=None, norm_type=2.0, optimizer=sgd):
         self.model, self.loss_fn, self.count = copy.deepcopy(model).double(), loss_fn, count
@@ -100,7 +104,9 @@ def assert_accumulates_equal(model, loss_fn, how, *, count=COUNT, norm=None, **o
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_two_backwards_and_one_update(loss_fn, flags, tied):
-    """Earlier gradients are not rescaled by later calls: case 12 of those that other frameworks get wrong."""
+    """Earlier gradients are not rescaled by later calls: case 12 of those that other frameworks get
+    wrong.
+    """
     how = strategy(GROUPS, bucket_size=1e-4, **flags)
     assert_accumulates_equal(Model(3.0, tied=tied), loss_fn, how)
 
@@ -191,7 +197,9 @@ LEVELS = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params":
 
 @pytest.mark.parametrize("flags", LEVELS)
 def test_reductions_of_a_step_happen_in_the_call_that_updates(reductions, flags):
-    """ZeRO-2 and 3 cut every microbatch's gradients into slices; only the tied parameter's are added up over the stages, once."""
+    """ZeRO-2 and 3 cut every microbatch's gradients into slices; only the tied parameter's are
+    added up over the stages, once.
+    """
     alone, *kept, last = reduced_by_calls(reductions, mse, strategy(GROUPS, **flags))
     assert alone == last
     assert alone.total() > 0
@@ -221,7 +229,9 @@ def test_sums_over_groups_that_shard_happen_once(reductions, flags):
 
 @pytest.mark.parametrize("zero", range(4))
 def test_reductions_start_before_the_backward_is_over(zero):
-    """The kept gradients are added at once, not where the updates are: else nothing would hide the reductions."""
+    """The kept gradients are added at once, not where the updates are: else nothing would hide the
+    reductions.
+    """
     how = [
         piper.Place({}, [0, 1]),
         piper.Replicate(
@@ -339,7 +349,9 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("kept", [[False], [True], [False, True], [True, False]])
 @pytest.mark.parametrize("last", [False, True])
 def test_a_stage_that_contributes_in_some_calls(kept, last):
-    """Each device keeps what it made; the updating call reduces it wherever it is, or refuses to lose it."""
+    """Each device keeps what it made; the updating call reduces it wherever it is, or refuses to
+    lose it.
+    """
     model, how = Shared(), strategy([[0, 1], [2, 3]])
     batches = [((batch_of(c)[0], both), batch_of(c)[1]) for c, both in enumerate([*kept, last])]
     plain = Plain(model, mse)
@@ -362,7 +374,9 @@ def test_a_stage_that_contributes_in_some_calls(kept, last):
 
 
 def test_every_call_draws_random_numbers_of_its_own():
-    """Dropout under another strategy drops the same elements; two calls of one optimizer step drop different ones."""
+    """Dropout under another strategy drops the same elements; two calls of one optimizer step drop
+    different ones.
+    """
     model = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5), nn.Linear(64, 2))
     piper.annotate_module(model[0], "PP", 0)
     piper.annotate_module(model[2], "PP", 1)

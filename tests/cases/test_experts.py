@@ -39,7 +39,9 @@ class Dense(nn.Module):
 
 
 class Stack(nn.Module):
-    """A mixture per stage, between an embedding and a head; the first *dense* stages have a layer instead."""
+    """A mixture per stage, between an embedding and a head; the first *dense* stages have a layer
+    instead.
+    """
 
     def __init__(self, num_stages: int = 1, dense: int = 0, **changes) -> None:
         super().__init__()
@@ -98,7 +100,9 @@ class DenseLoop(Experts):
 
 
 def test_case_5_gradients_are_those_of_a_dense_loop():
-    """EP2 × DP2: neither expert nor dense gradients are scaled by the number of devices that share experts."""
+    """EP2 × DP2: neither expert nor dense gradients are scaled by the number of devices that share
+    experts.
+    """
     model = Stack().double()
     dense = copy.deepcopy(model)
     for mixture in dense.mixtures:
@@ -121,7 +125,9 @@ def test_case_11_counters_count_once():
 
 
 def test_case_28_a_dense_stage_before_one_with_an_auxiliary_loss():
-    """The auxiliary loss counts once per microbatch, not M times; stages without experts take part in no all-to-all."""
+    """The auxiliary loss counts once per microbatch, not M times; stages without experts take part
+    in no all-to-all.
+    """
     model = Stack(2, dense=1, balance_weight=1.0, z_weight=0.5)
     strategy = [
         *piper.placements.chain([[0, 1], [2, 3]]),
@@ -147,8 +153,9 @@ def compiled(model: nn.Module, strategy, rows: int):
 
 
 def test_case_18_state_moves_between_layouts():
-    """Four stages, shared experts without and with sharded optimizer, one process, experts on more devices: each step under the next, from the state of the one
-    before. All equal one process throughout, Adam's moments included. Each runs the same eight microbatches.
+    """Four stages, shared experts without and with sharded optimizer, one process, experts on more
+    devices: each step under the next, from the state of the one before. All equal one process
+    throughout, Adam's moments included. Each runs the same eight microbatches.
     """
     model = Stack(num_stages=4).double()
     alone = ([piper.Place({}, devices=[0])], 8)

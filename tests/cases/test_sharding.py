@@ -1,4 +1,6 @@
-"""Sharded optimizer state, gradients and parameters: every size, every kind of parameter, every layout a checkpoint may come from."""
+"""Sharded optimizer state, gradients and parameters: every size, every kind of parameter, every
+layout a checkpoint may come from.
+"""
 
 import copy
 from collections import Counter
@@ -54,7 +56,9 @@ def adam(parameters):
 
 
 class Odd(nn.Module):
-    """Two stages whose parameters have 0 dimensions, one element, and sizes that neither 2 nor 3 nor 4 divides."""
+    """Two stages whose parameters have 0 dimensions, one element, and sizes that neither 2 nor 3
+    nor 4 divides.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +84,9 @@ def odd_batch(rows: int = 24):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("bucket_size", [None, SMALL])
 def test_every_microbatch_is_reduced_once(schedule, bucket_size):
-    """Sharded gradients: each contribution is scattered as it comes; none is lost, none counts twice."""
+    """Sharded gradients: each contribution is scattered as it comes; none is lost, none counts
+    twice.
+    """
     strategy = piper.strategies.pipeline(schedule, PAIRS, 4, zero=2, bucket_size=bucket_size)
     plan = assert_equal(
         Odd(), mse, strategy, odd_batch(32), optimizer=adam, steps=3, poison=True, delay=0.001
@@ -127,7 +133,9 @@ def test_sharded_within_and_replicated_across_in_a_pipeline(zero):
 
 
 class Tied(nn.Module):
-    """Two stages that share a weight, which 2 does not divide; stage 0 uses it twice; each has a parameter of its own."""
+    """Two stages that share a weight, which 2 does not divide; stage 0 uses it twice; each has a
+    parameter of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +154,9 @@ QUARTERS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def across_stages(zero: int, form: str, **options) -> list[Directive]:
-    """Two stages of four replicas, sharded within pairs; one directive for both stages or one each."""
+    """Two stages of four replicas, sharded within pairs; one directive for both stages or one
+    each.
+    """
     if form == "one directive":
         claims = [replicate(zero, devices=QUARTERS, **options)]
     else:
@@ -165,7 +175,9 @@ def across_stages(zero: int, form: str, **options) -> list[Directive]:
 @pytest.mark.parametrize("form", ["one directive", "one each"])
 @pytest.mark.parametrize("zero", LEVELS)
 def test_tied_across_stages_sharded_within_and_replicated_across(zero, form):
-    """Slice i of the shared weight's gradient is added up over all pairs of both stages, after the last contribution."""
+    """Slice i of the shared weight's gradient is added up over all pairs of both stages, after the
+    last contribution.
+    """
     strategy = across_stages(zero, form)
     batch = (randn(16, 3), randn(16, 2, seed=1))
     plan = assert_equal(Tied(), mse, strategy, batch, optimizer=adam, steps=3, poison=True)
@@ -206,7 +218,9 @@ def test_tied_in_both_directions_of_a_pipeline_sharded_within_and_replicated_acr
 
 @pytest.mark.parametrize("zero", LEVELS)
 def test_lists_of_which_each_stage_is_one(zero):
-    """Sharded within each stage's only list; the shared weight's slices are added up across the stages."""
+    """Sharded within each stage's only list; the shared weight's slices are added up across the
+    stages.
+    """
     strategy = [
         *piper.placements.chain(PAIRS),
         replicate(zero, devices=PAIRS),
@@ -354,7 +368,9 @@ def test_one_stage_per_device_gathers_once(microbatches):
 @pytest.mark.parametrize("microbatches", [2, 16])
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs"])
 def test_gathers_follow_the_order_and_memory_does_not_grow(schedule, microbatches):
-    """A chunk gathers what the chunk before it on its device did not read; only ``gather_bytes`` more are on their way."""
+    """A chunk gathers what the chunk before it on its device did not read; only ``gather_bytes``
+    more are on their way.
+    """
     for ahead in (0, MATRIX, 3 * MATRIX):
         plan = planned_deep(microbatches, schedule, 2, gather_bytes=ahead)
         for device in plan.devices:
@@ -366,7 +382,9 @@ def test_gathers_follow_the_order_and_memory_does_not_grow(schedule, microbatche
 
 @pytest.mark.parametrize("microbatches", [2, 16])
 def test_by_default_what_two_chunks_need_is_there(microbatches):
-    """Not the whole model, however small it is: of two stages and more, the current one's and the next one's."""
+    """Not the whole model, however small it is: of two stages and more, the current one's and the
+    next one's.
+    """
     strategy = [
         *[piper.Place({"PP": s}, [0, 1]) for s in range(4)],
         piper.Replicate({}, shard_params=True),
@@ -399,7 +417,9 @@ def test_gathers_just_in_time_are_equal(schedule, ahead):
 @pytest.mark.parametrize("zero", LEVELS)
 @pytest.mark.parametrize(("replicas", "bucket_size"), [(2, SMALL), (3, None), (4, SMALL)])
 def test_sizes_that_do_not_divide_and_empty_slices(zero, replicas, bucket_size):
-    """Parameters of 0 dimensions, of fewer elements than there are replicas, and of every other size."""
+    """Parameters of 0 dimensions, of fewer elements than there are replicas, and of every other
+    size.
+    """
     groups = [list(range(replicas)), list(range(replicas, 2 * replicas))]
     strategy = pipeline(zero, groups, bucket_size=bucket_size)
     assert_equal(Odd(), mse, strategy, odd_batch(), optimizer=adam, steps=3, poison=True)
@@ -501,7 +521,9 @@ class SometimesDetached(nn.Module):
 @pytest.mark.parametrize("zero", LEVELS)
 @pytest.mark.parametrize("flags", [(True, False, True), (False, True, False)])
 def test_a_weight_that_is_trained_in_some_steps_only(zero, flags):
-    """Equal, or refused on the driver, which leaves the trainer as it was: the first step decides who holds slices."""
+    """Equal, or refused on the driver, which leaves the trainer as it was: the first step decides
+    who holds slices.
+    """
     torch.manual_seed(0)
     model = SometimesDetached().double()
     batches = [
@@ -527,7 +549,9 @@ def test_a_weight_that_is_trained_in_some_steps_only(zero, flags):
 
 
 class Strided(nn.Module):
-    """Parameters that do not lie in memory as their shape says, one of which is viewed as it lies."""
+    """Parameters that do not lie in memory as their shape says, one of which is viewed as it
+    lies.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -588,7 +612,9 @@ def test_parameter_groups_and_learning_rates(zero):
 @pytest.mark.parametrize("zero", LEVELS)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_one_weight_in_every_stage_and_twice_in_some(zero, replicas):
-    """Tied across stages, and within two of them: each group of replicas has slices, which are added up across groups."""
+    """Tied across stages, and within two of them: each group of replicas has slices, which are
+    added up across groups.
+    """
     groups = [[s * replicas + r for r in range(replicas)] for s in range(3)]
     batch = (randn(12, 3), randn(12, 3, seed=1))
     plan = assert_equal(
@@ -626,7 +652,9 @@ class TwoTypes(nn.Module):
 
 @pytest.mark.parametrize("zero", LEVELS)
 def test_element_types_do_not_share_a_message(zero):
-    """All numbers are small integers over powers of two: exact in either type, whatever the order of sums."""
+    """All numbers are small integers over powers of two: exact in either type, whatever the order
+    of sums.
+    """
     model = TwoTypes()
     x = torch.arange(-12.0, 12.0, dtype=torch.float64).reshape(8, 3)
     batch = (x, torch.zeros(8, dtype=torch.float64))
@@ -721,7 +749,9 @@ def assert_same_snapshot(found, expected) -> None:
 
 
 def test_training_goes_on_under_any_other_layout():
-    """One step under each layout in turn, from the snapshot of the one before, Adam's moments included; then back to the first."""
+    """One step under each layout in turn, from the snapshot of the one before, Adam's moments
+    included; then back to the first.
+    """
     torch.manual_seed(0)
     model = Odd().double()
     batches = [(randn(24, 3, seed=s), randn(24, 2, seed=50 + s)) for s in range(len(LAYOUTS) + 1)]
@@ -768,7 +798,9 @@ def test_state_dict_between_layouts(zero):
 @pytest.mark.parametrize("zero", LEVELS)
 @pytest.mark.parametrize("rows", [24, 48, 7])
 def test_evaluation_between_steps(zero, rows):
-    """More, fewer, and an odd number of rows; the parameters are the new ones, and training goes on as if nothing was."""
+    """More, fewer, and an odd number of rows; the parameters are the new ones, and training goes on
+    as if nothing was.
+    """
     torch.manual_seed(0)
     plain, batch, other = Odd().double(), odd_batch(), odd_batch(rows)
     expected = eager.train(plain, mse, [batch] * 2, 4, adam)

@@ -1,4 +1,6 @@
-"""Shard: experts on other devices than the rest of the model's, more of them, fewer, or some of the same."""
+"""Shard: experts on other devices than the rest of the model's, more of them, fewer, or some of the
+same.
+"""
 
 import pytest
 import torch

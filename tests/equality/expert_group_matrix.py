@@ -1,4 +1,6 @@
-"""The matrix of experts on groups of their own: schedules × where the experts are × pipeline × what is sharded × form of the region, in float64."""
+"""The matrix of experts on groups of their own: schedules × where the experts are × pipeline × what
+is sharded × form of the region, in float64.
+"""
 
 from dataclasses import astuple, dataclass, replace
 from functools import cache
@@ -25,7 +27,9 @@ GROUPS: dict[str, tuple[int, list[list[int]]]] = {
     "lists-2-2x2": (2, [[0, 2], [1, 3]]),
     "lists-4-2x1": (4, [[4], [5]]),
 }
-"""Of one pipeline rank, whose devices count from 0: how many of the first devices have the dense layers, and the lists that share experts."""
+"""Of one pipeline rank, whose devices count from 0: how many of the first devices have the dense
+layers, and the lists that share experts.
+"""
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "schedule": ("gpipe", "1f1b", "zbv", "dualpipev"),
@@ -92,13 +96,17 @@ def all_cases() -> list[Case]:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A small part of the matrix in which every pair of values of any two factors occurs; greedy, deterministic."""
+    """A small part of the matrix in which every pair of values of any two factors occurs; greedy,
+    deterministic.
+    """
     cases = sorted(all_cases(), key=lambda c: (c.size * c.num_stages, str(c)))
     return tuple(cover(cases))
 
 
 def strategy(case: Case) -> list[Directive]:
-    """The directives of *case*: experts are where those of their stage's dense layers are, counted from the rank's first device."""
+    """The directives of *case*: experts are where those of their stage's dense layers are, counted
+    from the rank's first device.
+    """
     first = [case.size * rank for rank in range(case.pp)]
     directives = piper.strategies.pipeline(
         case.schedule,

@@ -1,4 +1,6 @@
-"""The matrix of expert parallelism: schedules × experts over devices × replicas × pipeline × what is sharded × form of the region, in float64."""
+"""The matrix of expert parallelism: schedules × experts over devices × replicas × pipeline × what
+is sharded × form of the region, in float64.
+"""
 
 from dataclasses import astuple, dataclass, replace
 from functools import cache
@@ -40,8 +42,9 @@ FACTORS: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix; the fields are the factors. Each stage is on ``ep * dp`` devices: ``dp`` replicas of groups that share the
-    experts among ``ep``; the rest of the stage has ``ep * dp`` replicas.
+    """One cell of the matrix; the fields are the factors. Each stage is on ``ep * dp`` devices:
+    ``dp`` replicas of groups that share the experts among ``ep``; the rest of the stage has ``ep *
+    dp`` replicas.
     """
 
     schedule: str
@@ -89,7 +92,9 @@ def all_cases() -> list[Case]:
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """A small part of the matrix in which every pair of values of any two factors occurs; greedy, deterministic."""
+    """A small part of the matrix in which every pair of values of any two factors occurs; greedy,
+    deterministic.
+    """
     cases = sorted(all_cases(), key=lambda c: (c.size * c.num_stages, str(c)))
     return tuple(cover(cases))
 
@@ -143,7 +148,9 @@ def run(case: Case) -> planned.Worst:
 
 
 class Stack(nn.Module):
-    """An embedding, a mixture of experts per stage, a head; no attention, which is the same everywhere."""
+    """An embedding, a mixture of experts per stage, a head; no attention, which is the same
+    everywhere.
+    """
 
     def __init__(self, num_stages: int, form: str) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Experts on groups of their own equal plain PyTorch: in `make test` a part in which every pair of factor values occurs, with `-m full` all."""
+"""Experts on groups of their own equal plain PyTorch: in `make test` a part in which every pair of
+factor values occurs, with `-m full` all.
+"""
 
 from itertools import combinations, product
 

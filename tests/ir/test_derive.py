@@ -36,7 +36,8 @@ def replicated(stages, **options):
 
 
 def test_one_transfer_per_value_and_destination_group():
-    # w0's result is read by stages 1, 2 and 3, and by their backward chunks; 2 and 3 share a device.
+    # w0's result is read by stages 1, 2 and 3, and by their backward chunks; 2 and 3 share a
+    # device.
     groups = [Place({"PP": 0}, [0]), Place({"PP": 1}, [1]), Place({"PP": [2, 3]}, [2])]
     dag = apply(chain(4, skip=True), groups)
     (skipped,) = dag.nodes[0].outputs

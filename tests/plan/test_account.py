@@ -140,7 +140,9 @@ def test_a_step_in_mixed_precision_uses_what_the_plan_says(zero):
 
 
 class Norms(nn.Module):
-    """Buffers that are written, a parameter and a buffer that nothing uses, sizes that no group divides."""
+    """Buffers that are written, a parameter and a buffer that nothing uses, sizes that no group
+    divides.
+    """
 
     def __init__(self):
         super().__init__()
@@ -433,7 +435,9 @@ def test_offloaded_activations_use_what_the_plan_says(schedule, pp, dp, zero, ex
 
 
 def test_offloading_keeps_memory_from_growing_with_the_microbatches():
-    """Under gpipe every microbatch's activations wait for the last forward: in host memory, if they are offloaded."""
+    """Under gpipe every microbatch's activations wait for the last forward: in host memory, if they
+    are offloaded.
+    """
 
     def activations(microbatches, extra):
         model, plan, data = offloaded("gpipe", 1, 1, 0, extra, microbatches)

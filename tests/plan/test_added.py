@@ -66,7 +66,9 @@ def planned(*extra):
 
 
 def test_all_but_the_first_microbatch_are_added_where_nothing_is_sent():
-    """The first stage's backward sends nothing; the last one's does, which must not wait for additions."""
+    """The first stage's backward sends nothing; the last one's does, which must not wait for
+    additions.
+    """
     plan = planned()
     first, last = (mine.instructions for mine in plan.devices)
     found = added_within(first)

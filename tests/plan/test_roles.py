@@ -112,7 +112,9 @@ def test_programs_are_those_of_the_whole_plan(name):
 
 
 def renamed(text, moved):
-    """A communicator's or stream's name with other devices, as a set: ranks follow the devices' own order."""
+    """A communicator's or stream's name with other devices, as a set: ranks follow the devices' own
+    order.
+    """
     kind, _, devices = text.rpartition(":")
     if not re.fullmatch(r"[\d>,]+", devices):
         return text
@@ -161,7 +163,9 @@ def test_folded_plans_are_verified(name):
 
 
 def sums(plan):
-    """What each slot of each device holds in the verifier's execution with symbols: for what, which contributions how often, which part."""
+    """What each slot of each device holds in the verifier's execution with symbols: for what, which
+    contributions how often, which part.
+    """
     subject, problems = check_structure(plan)
     assert not problems
     execution = Execution(subject)

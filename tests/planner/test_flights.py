@@ -103,7 +103,9 @@ def test_memory_is_as_planned_and_less(level):
 
 
 def test_gradients_need_one_copy_or_the_slices_and_one_layers_contributions():
-    """Added to in place as they are made, and reduced one layer at a time; or reduced at once, and slices added."""
+    """Added to in place as they are made, and reduced one layer at a time; or reduced at once, and
+    slices added.
+    """
     found = [
         account(planned(level, reduce_bytes=LAYER))[0].highest[Category.GRADIENTS]
         for level in range(4)
@@ -125,7 +127,9 @@ def by(tag, count):
 
 
 def test_breadth_first_gathers_each_layer_once_per_pass():
-    """But the last layer, whose backward follows its forward, and the first, whose backward reads no weight."""
+    """But the last layer, whose backward follows its forward, and the first, whose backward reads
+    no weight.
+    """
     assert len(gathers(planned(3, by("LAYER", LAYERS)))) == 2 * LAYERS - 2
 
 
@@ -173,7 +177,9 @@ def test_a_chunk_that_reads_no_weight_ends_nothing():
 
 @pytest.mark.parametrize("level", range(4))
 def test_updates_wait_for_no_later_reduction(level):
-    """Reductions start as the backward goes, and parameters are updated in the order of their reductions, after it."""
+    """Reductions start as the backward goes, and parameters are updated in the order of their
+    reductions, after it.
+    """
     plan = planned(level)
     program = plan.devices[0].instructions
     made = {

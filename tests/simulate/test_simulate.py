@@ -110,7 +110,9 @@ def test_memory_is_the_planned_one():
 
 
 def test_memory_rises_when_the_forwards_run():
-    """Receives are posted long before their messages come: what follows them is not late for that."""
+    """Receives are posted long before their messages come: what follows them is not late for
+    that.
+    """
     line = simulate(flat(2, 4, schedules.one_f_one_b(2, 4)), UNIT)
     curve = line.devices[0].memory
     assert curve.times[0] == 0.0
@@ -151,7 +153,9 @@ def test_a_slow_stage_is_on_the_critical_path():
 
 
 def linked(stages, microbatches, topology, replicas=1, **options):
-    """A device that computes for 1 s per chunk, connected as said; and the timeline of a pipeline on it."""
+    """A device that computes for 1 s per chunk, connected as said; and the timeline of a pipeline
+    on it.
+    """
 
     class Steady(Hardware):
         def chunk(self, dag, bindings, chunk):
@@ -184,7 +188,9 @@ def test_a_message_takes_latency_and_bytes_over_bandwidth():
 
 
 def test_two_messages_in_one_port_share_its_bandwidth():
-    """Two replicas of a stage on one node send at the same time to the other node, through one connection."""
+    """Two replicas of a stage on one node send at the same time to the other node, through one
+    connection.
+    """
     fast, slow = Link(0.0, 1e12), Link(0.0, 128.0)
     shared = linked(2, 1, Topology(2, 2, fast, slow, nics=1), replicas=2)
     apart = linked(2, 1, Topology(2, 2, fast, slow, nics=2), replicas=2)
@@ -220,7 +226,8 @@ def test_full_duplex_directions_do_not_share():
 @pytest.mark.parametrize(
     ("level", "op", "seconds"),
     [
-        # The weight has 8 × 8 float64, 512 bytes, on four members of one node at 128 bytes per second.
+        # The weight has 8 × 8 float64, 512 bytes, on four members of one node at 128 bytes per
+        # second.
         ({}, "all_reduce_bucket", 2 * 3 / 4 * 512 / 128),
         ({"shard_grads": True}, "reduce_scatter_bucket", 3 / 4 * 512 / 128),
         ({"shard_params": True}, "all_gather_bucket", 3 / 4 * 512 / 128),
@@ -261,7 +268,9 @@ def test_between_nodes_there_are_as_many_rings_as_connections():
 
 
 def replicated(**options):
-    """Two stages on two devices of one node: the 512 bytes of the second one's weight are reduced while the first one's backward runs."""
+    """Two stages on two devices of one node: the 512 bytes of the second one's weight are reduced
+    while the first one's backward runs.
+    """
     return make(chain(2, batch_size=4), [Place({}, [0, 1]), Replicate({}, **options)])
 
 
@@ -288,14 +297,17 @@ def test_a_collective_takes_what_was_measured():
     costs = measured(subject, collectives={"all_reduce": {2: exchange}})
     line = simulate(subject, costs)
     assert lengths(line, "all_reduce_bucket") == [pytest.approx(2.5)] * 2
-    # After three chunks the host issues the first reduction for 1.25 s; the second one waits for it.
+    # After three chunks the host issues the first reduction for 1.25 s; the second one waits for
+    # it.
     assert line.seconds == pytest.approx(3 + 1.25 + 2.5 + 2.5)
     unpacked = msgspec.structs.replace(costs, unpacking={"all_reduce_bucket": Rate(0.0, 1 / 1024)})
     assert simulate(subject, unpacked).seconds == pytest.approx(line.seconds + 2)
 
 
 def test_a_collective_of_more_members_than_were_measured_is_extrapolated():
-    """As rings and doublings go: from 2 to 4 members an all-gather's bytes grow from 1/2 to 3/4, its rounds from 1 to 2."""
+    """As rings and doublings go: from 2 to 4 members an all-gather's bytes grow from 1/2 to 3/4,
+    its rounds from 1 to 2.
+    """
     link = Link(0.5, 128.0)
     known = Topology(1, 4, link, link, collectives={"all_gather": {2: Link(1.0, 64.0)}})
     for role in ("all_gather", "refresh"):
@@ -314,7 +326,8 @@ def test_computation_and_communication_slow_each_other_down():
     alone = simulate(subject, costs)
     assert lengths(alone, "reduce_scatter_bucket")[0] == pytest.approx(0.2)
     both = simulate(subject, msgspec.structs.replace(costs, contention=Contention(0.5, 0.4)))
-    # 0.2 s at two fifths of the speed are 0.5 s, in which half as much is computed: 0.25 s are lost.
+    # 0.2 s at two fifths of the speed are 0.5 s, in which half as much is computed: 0.25 s are
+    # lost.
     assert lengths(both, "reduce_scatter_bucket")[0] == pytest.approx(0.5)
     assert max(lengths(both, "compute")) == pytest.approx(1.25)
     assert both.seconds == pytest.approx(alone.seconds + 0.25)

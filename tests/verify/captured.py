@@ -1,4 +1,6 @@
-"""Captured models with strategies, for what hand-made DAGs do not have: real bodies, integers, saved activations."""
+"""Captured models with strategies, for what hand-made DAGs do not have: real bodies, integers,
+saved activations.
+"""
 
 from collections.abc import Callable
 from functools import cache

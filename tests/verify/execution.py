@@ -1,7 +1,7 @@
 """Three ways to run training steps: in sequence (the reference), in process, and by an adversary.
 
-The reference evaluates the core DAG, as captured, in one process, microbatch after microbatch; it shares nothing with
-directives, planner and verifier.
+The reference evaluates the core DAG, as captured, in one process, microbatch after microbatch; it
+shares nothing with directives, planner and verifier.
 """
 
 import copy
@@ -38,7 +38,9 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Outcome:
-    """What a run of :data:`STEPS` steps leaves: scalars by (step, name, global microbatch); state, and slices of it, by (device, name)."""
+    """What a run of :data:`STEPS` steps leaves: scalars by (step, name, global microbatch); state,
+    and slices of it, by (device, name).
+    """
 
     reports: dict[tuple[int, str, int], float] = field(default_factory=dict)
     state: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
@@ -51,8 +53,9 @@ class FailedError(Exception):
 
 @dataclass(frozen=True)
 class Training:
-    """What to train: the core DAG, initial parameters and buffers, one global batch per step, constants that capture
-    found, and, if it was captured, the model with its loss."""
+    """What to train: the core DAG, initial parameters and buffers, one global batch per step,
+    constants that capture found, and, if it was captured, the model with its loss.
+    """
 
     dag: Dag
     weights: Mapping[str, torch.Tensor]
@@ -361,11 +364,12 @@ class _Device(TensorOperations):
 
 
 class Adversary:
-    """Executes a plan on devices whose streams advance at random speeds, as unkindly as the rules allow.
+    """Executes a plan on devices whose streams advance at random speeds, as unkindly as the rules
+    allow.
 
-    *lax*: a wait holds up its stream only (an accelerator); otherwise the whole device (a CPU), and streams still run
-    behind the host. Communication reads its slots when it starts or when it completes; a buffer that is being
-    received holds NaN until then.
+    *lax*: a wait holds up its stream only (an accelerator); otherwise the whole device (a CPU), and
+    streams still run behind the host. Communication reads its slots when it starts or when it
+    completes; a buffer that is being received holds NaN until then.
     """
 
     def __init__(self, plan: Plan, training: Training, *, seed: int, lax: bool) -> None:
@@ -590,7 +594,9 @@ class Adversary:
 
 
 def _rows_there(rows, counts, matrices, holder: int) -> list[torch.Tensor]:
-    """What the sources' *rows*, of which they have *counts* by expert, come to on a holder, row by row."""
+    """What the sources' *rows*, of which they have *counts* by expert, come to on a holder, row by
+    row.
+    """
     experts = len(counts[0]) // len(matrices)
     starts = [mine.cumsum(0) - mine for mine in counts]
     found: list[torch.Tensor] = []
@@ -601,7 +607,9 @@ def _rows_there(rows, counts, matrices, holder: int) -> list[torch.Tensor]:
 
 
 def _rows_back(rows, counts, matrices, source: int) -> list[torch.Tensor]:
-    """What the holders' *rows*, of which they have *matrices* by source and expert, come to on a source, row by row."""
+    """What the holders' *rows*, of which they have *matrices* by source and expert, come to on a
+    source, row by row.
+    """
     found: list[torch.Tensor] = []
     for holder, (each, matrix) in enumerate(zip(rows, matrices, strict=True)):
         by_expert = matrix.t().reshape(-1)  # how many rows of each expert, then source

@@ -51,7 +51,9 @@ def hybrid(microbatches: int = 2, **shard) -> Strategy:
 
 
 def hybrid_stages(microbatches: int = 2, **shard) -> Strategy:
-    """Two stages of four replicas, sharded within pairs, replicated across; one directive for all."""
+    """Two stages of four replicas, sharded within pairs, replicated across; one directive for
+    all.
+    """
     return [
         *chained([[0, 1, 2, 3], [4, 5, 6, 7]]),
         Replicate({}, [[0, 1], [2, 3], [4, 5], [6, 7]], **shard),
@@ -66,7 +68,9 @@ def together(**shard) -> Strategy:
 
 
 def looped_zero(virtual: int, microbatches: int, **shard) -> Strategy:
-    """Two ranks of two replicas; consecutive chunks of a device are of different stages, or of one that is gathered already."""
+    """Two ranks of two replicas; consecutive chunks of a device are of different stages, or of one
+    that is gathered already.
+    """
     return [
         *looped([[0, 1], [2, 3]], virtual),
         Replicate({}, **shard),

@@ -37,7 +37,9 @@ def dag_of(
 
 
 def change(dag: Dag, kind: type, count: int = 0, **fields) -> Dag:
-    """*dag* with fields of node number *count* of a kind of work changed; a function makes one of the old value."""
+    """*dag* with fields of node number *count* of a kind of work changed; a function makes one of
+    the old value.
+    """
     node = [n for n in dag.nodes.values() if isinstance(n.work, kind)][count]
     new = {n: f(getattr(node, n)) if callable(f) else f for n, f in fields.items()}
     return dataclasses.replace(dag, nodes={**dag.nodes, node.id: replace_struct(node, **new)})

@@ -1,4 +1,6 @@
-"""A correct plan passes with the right counts; each kind of mistake is found, by the check whose business it is."""
+"""A correct plan passes with the right counts; each kind of mistake is found, by the check whose
+business it is.
+"""
 
 from dataclasses import replace
 
@@ -304,7 +306,9 @@ class TestMatching:
 
 class TestDeadlock:
     def blocked(self):
-        """Device 0 waits for the gradient of microbatch 1 before it sends the activation of microbatch 1."""
+        """Device 0 waits for the gradient of microbatch 1 before it sends the activation of
+        microbatch 1.
+        """
         plan = case("1f1b")
         event = plan.devices[0].instructions[find(plan, 0, PostReceive, 1)].record
         send = find(plan, 0, Send, 1)
@@ -458,7 +462,9 @@ class TestLifetime:
 
 class TestViewsOfState:
     def test_view_read_after_the_update_in_place(self):
-        """The update changes a parameter in place, and with it what an earlier chunk handed out as a view."""
+        """The update changes a parameter in place, and with it what an earlier chunk handed out as
+        a view.
+        """
         plan = make(handed_out_view(), [Place({}, devices=[0])])
         program = plan.devices[0].instructions
         update = next(
@@ -475,7 +481,9 @@ class TestViewsOfState:
 
 
 class TestContributions:
-    """The sums are checked against the DAG's contributions, also where the DAG's own sums are wrong."""
+    """The sums are checked against the DAG's contributions, also where the DAG's own sums are
+    wrong.
+    """
 
     def spoil_dag(self, plan, change):
         return replace(plan, dag=replace(plan.dag, nodes=change(dict(plan.dag.nodes))))
@@ -488,7 +496,9 @@ class TestContributions:
         assert "w0" in texts(spoiled, "contributions")
 
     def test_missing_all_reduce(self):
-        """Without the all-reduce (in plan and DAG alike) each replica would use its own sum only."""
+        """Without the all-reduce (in plan and DAG alike) each replica would use its own sum
+        only.
+        """
         plan = case("dp")
         dag = plan.dag
         (reduce,) = [n for n in dag.nodes.values() if n.work.kind == "all_reduce"]

@@ -44,7 +44,9 @@ def files(step, tmp_path_factory):
 
 @pytest.fixture
 def open_page(browser):
-    """Opens a page; when the test is over, it must not have complained, nor asked for anything but itself."""
+    """Opens a page; when the test is over, it must not have complained, nor asked for anything but
+    itself.
+    """
     opened = []
 
     def go(file, scheme="light", width=1300, height=900):
@@ -322,7 +324,9 @@ def test_parts_say_so_and_lead_to_each_other(open_page, files):
 
 
 def large(num_devices, per_device):
-    """Forwards and backwards in turn, each of which waits for the one before; memory changes with each."""
+    """Forwards and backwards in turn, each of which waits for the one before; memory changes with
+    each.
+    """
     length, devices = 1e-3, []
     for d in range(num_devices):
         boxes = tuple(
@@ -383,7 +387,8 @@ def test_a_hundred_thousand_boxes_are_drawn_in_the_time_of_a_frame(open_page, tm
             }""",
             kind,
         )
-        # 60 frames per second leave 16.7 ms, a part of it for what the browser does itself; other processes may hold up any one frame.
+        # 60 frames per second leave 16.7 ms, a part of it for what the browser does itself; other
+        # processes may hold up any one frame.
         assert script[len(script) // 2] < 16.7
         assert frames[len(frames) // 4] < 20
     page.press("0")
@@ -414,7 +419,8 @@ def test_what_is_too_narrow_for_a_box_is_drawn_by_its_share_of_time(open_page, t
           return sums;
         })()"""
     )
-    # One box of half a millisecond every two: a quarter of the colour on white, but at least the visible share.
+    # One box of half a millisecond every two: a quarter of the colour on white, but at least the
+    # visible share.
     colour = rgb(LOOKS["F"].colour)
     quarter = [255 - (255 - v) / 4 for v in colour]
     third = [255 - (255 - v) * 0.36 for v in colour]

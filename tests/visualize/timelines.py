@@ -1,4 +1,6 @@
-"""Timelines to draw, made without a plan: pipelines on which every chunk takes a whole number of milliseconds."""
+"""Timelines to draw, made without a plan: pipelines on which every chunk takes a whole number of
+milliseconds.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,10 +79,12 @@ def pipeline(
     scale: float = 1.0,
     source: Source = Source.SIMULATED,
 ) -> Timeline:
-    """The step that *orders* (one per rank, see :mod:`piper.schedules`) make on ``len(orders) * replicas`` devices.
+    """The step that *orders* (one per rank, see :mod:`piper.schedules`) make on ``len(orders) *
+    replicas`` devices.
 
-    Stage s is on rank s mod R. Neighbours exchange activations and gradients on streams of their own; the replicas of a
-    rank reduce their gradients at the end, and update. *split*: a backward in two halves, one after the other.
+    Stage s is on rank s mod R. Neighbours exchange activations and gradients on streams of their
+    own; the replicas of a rank reduce their gradients at the end, and update. *split*: a backward
+    in two halves, one after the other.
     """
     ranks = [chunks(order) for order in orders]
     builder, made = Builder(), dict[Key, int]()

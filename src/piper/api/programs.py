@@ -26,7 +26,9 @@ from piper.verify import verify
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A verified plan for global batches of one signature, and the capture that it was made from."""
+    """A verified plan for global batches of one signature, and the capture that it was made
+    from.
+    """
 
     key: str
     plan: Plan
@@ -42,11 +44,12 @@ class Program:
 class Programs:
     """Makes and keeps the programs of one model under one strategy.
 
-    ``batch_dims`` is that of :func:`piper.capture`. A model whose graph does not hold for the strategy's microbatch
-    size is captured again at that size. So is one whose modules have changed between training and evaluation mode, or
-    some of whose parameters were frozen. ``clip`` is that of every training step, ``precision`` that of
-    every step, ``limits`` those of every plan. Plans of more than ``fold_above`` devices are folded if that makes them smaller: they can be
-    looked at, not run.
+    ``batch_dims`` is that of :func:`piper.capture`. A model whose graph does not hold for the
+    strategy's microbatch size is captured again at that size. So is one whose modules have changed
+    between training and evaluation mode, or some of whose parameters were frozen. ``clip`` is that
+    of every training step, ``precision`` that of every step, ``limits`` those of every plan. Plans
+    of more than ``fold_above`` devices are folded if that makes them smaller: they can be looked
+    at, not run.
     """
 
     def __init__(
@@ -72,11 +75,15 @@ class Programs:
         self._captured: dict[tuple[object, ...], Captured] = {}
 
     def training(self, batch: Batch, use: GradientUse = GradientUse.UPDATE) -> Program:
-        """The program of a training step on batches like *batch*, whose gradients are used as said."""
+        """The program of a training step on batches like *batch*, whose gradients are used as
+        said.
+        """
         return self._get("train", batch, self.strategy, use)
 
     def evaluation(self, batch: Batch) -> Program:
-        """The program of the forward pass alone, in evaluation mode. Orders speak of training and are left out."""
+        """The program of the forward pass alone, in evaluation mode. Orders speak of training and
+        are left out.
+        """
         placed = tuple(d for d in self.strategy if not isinstance(d, Order))
         with evaluating(self.model):
             return self._get("eval", batch, placed, GradientUse.UPDATE)
@@ -108,7 +115,9 @@ class Programs:
         *,
         grad: bool,
     ) -> tuple[Captured, Dag]:
-        """A capture, which all programs that are *alike* share, and what the strategy makes of it."""
+        """A capture, which all programs that are *alike* share, and what the strategy makes of
+        it.
+        """
 
         def applied() -> Dag:
             core = self._captured[alike].dag
@@ -138,9 +147,11 @@ class Programs:
 
 
 def make_clip(max_grad_norm: float | None, norm_type: float) -> Clip | None:
-    """What users ask for by ``max_grad_norm`` (infinity: only to report the norm) and ``norm_type``.
+    """What users ask for by ``max_grad_norm`` (infinity: only to report the norm) and
+    ``norm_type``.
 
-    Raises :class:`ConfigError` for a norm that is neither 2 nor infinity, or a bound that is not positive.
+    Raises :class:`ConfigError` for a norm that is neither 2 nor infinity, or a bound that is not
+    positive.
     """
     norm = next((n for n in Norm if float(n.value) == norm_type), None)
     if norm is None:
@@ -155,7 +166,9 @@ def make_clip(max_grad_norm: float | None, norm_type: float) -> Clip | None:
 
 
 def _flags(model: torch.nn.Module) -> tuple[bool, ...]:
-    """What a graph takes from the model besides its tensors: which modules are in training mode, which parameters are trained."""
+    """What a graph takes from the model besides its tensors: which modules are in training mode,
+    which parameters are trained.
+    """
     trained = (parameter.requires_grad for parameter in model.parameters())
     return (*(module.training for module in model.modules()), *trained)
 

@@ -42,10 +42,12 @@ SECONDS_PER_CALL = 1.0
 class TrainResult:
     """What one step (or one evaluation) computed.
 
-    ``loss`` is that of the global batch; ``seconds`` the time of the slowest worker; ``tokens`` the number of
-    elements of the targets' first tensor if those are integers, else the rows of the batch. ``grad_norm`` is the norm of
-    all gradients before they were clipped, where ``max_grad_norm`` was given, or the loss is scaled, and parameters were updated. Where it is,
-    ``loss_scale`` is what it was scaled by in this step, and ``skipped`` says that some gradient was not finite, so that nothing was updated.
+    ``loss`` is that of the global batch; ``seconds`` the time of the slowest worker; ``tokens`` the
+    number of elements of the targets' first tensor if those are integers, else the rows of the
+    batch. ``grad_norm`` is the norm of all gradients before they were clipped, where
+    ``max_grad_norm`` was given, or the loss is scaled, and parameters were updated. Where it is,
+    ``loss_scale`` is what it was scaled by in this step, and ``skipped`` says that some gradient
+    was not finite, so that nothing was updated.
     """
 
     step: int
@@ -63,9 +65,11 @@ class TrainResult:
 
 
 class Trainer:
-    """Made by :func:`piper.compile`; a context manager. The user's model is not trained in place: see :meth:`copy_to`.
+    """Made by :func:`piper.compile`; a context manager. The user's model is not trained in place:
+    see :meth:`copy_to`.
 
-    ``loss_scaler`` has the scale of the loss, if that is scaled; its state is not part of :meth:`state_dict`, but of a checkpoint.
+    ``loss_scaler`` has the scale of the loss, if that is scaled; its state is not part of
+    :meth:`state_dict`, but of a checkpoint.
     """
 
     def __init__(
@@ -118,18 +122,23 @@ class Trainer:
         return self._step
 
     def step(self, inputs: object, targets: object, *, update: bool = True) -> TrainResult:
-        """One training step on the global batch ``(inputs, targets)``; equal to single-process training on it.
+        """One training step on the global batch ``(inputs, targets)``; equal to single-process
+        training on it.
 
-        With ``update=False`` nothing is updated and no optimizer step counted: the gradients are kept, and the next step that updates adds
-        them to its own, as several calls of ``backward`` do. Each step's gradients are those of its own loss, a mean or a sum over weights; adding
-        changes none of them. What is clipped is the sum. The random numbers of each call are its own. Kept gradients are not part
-        of any saved state: :meth:`load_state_dict` and :meth:`close` drop them. Each device keeps what it has summed itself: what is reduced once
-        per step is so in the step that updates only (as under DDP's ``no_sync``). With ZeRO-1 whole gradients are kept for that; ZeRO-2 and 3, which never
-        hold a whole gradient, reduce-scatter in every step and keep slices.
+        With ``update=False`` nothing is updated and no optimizer step counted: the gradients are
+        kept, and the next step that updates adds them to its own, as several calls of ``backward``
+        do. Each step's gradients are those of its own loss, a mean or a sum over weights; adding
+        changes none of them. What is clipped is the sum. The random numbers of each call are its
+        own. Kept gradients are not part of any saved state: :meth:`load_state_dict` and
+        :meth:`close` drop them. Each device keeps what it has summed itself: what is reduced once
+        per step is so in the step that updates only (as under DDP's ``no_sync``). With ZeRO-1 whole
+        gradients are kept for that; ZeRO-2 and 3, which never hold a whole gradient, reduce-scatter
+        in every step and keep slices.
 
-        A batch of new shapes or constants is captured and planned first. Raises :class:`BatchError` or
-        :class:`SplitError` for a batch that does not fit the strategy, or under which a device that keeps a gradient of some parameter computes none,
-        :class:`RunError` for a failure on a device.
+        A batch of new shapes or constants is captured and planned first. Raises :class:`BatchError`
+        or :class:`SplitError` for a batch that does not fit the strategy, or under which a device
+        that keeps a gradient of some parameter computes none, :class:`RunError` for a failure on a
+        device.
         """
         if update:
             return self._run([(inputs, targets)])[0]
@@ -143,9 +152,10 @@ class Trainer:
     ) -> list[TrainResult]:
         """*steps* training steps.
 
-        *data* is ``data(step) -> (inputs, targets)``, picklable, called by the workers that read inputs (*step* counts all steps of this
-        trainer); or an iterable of global batches such as a DataLoader. Many steps are one call to the workers; *on_steps*
-        receives the results about once a second.
+        *data* is ``data(step) -> (inputs, targets)``, picklable, called by the workers that read
+        inputs (*step* counts all steps of this trainer); or an iterable of global batches such as a
+        DataLoader. Many steps are one call to the workers; *on_steps* receives the results about
+        once a second.
         """
         if steps < 0:
             raise BatchError(f"steps is at least 0, found {steps}")
@@ -160,9 +170,10 @@ class Trainer:
     def profile(
         self, inputs: object, targets: object, *, steps: int = 5, ranges: bool = False
     ) -> Timeline:
-        """*steps* training steps on the global batch ``(inputs, targets)``, which train like any other (a scaled loss keeps its scale
-        meanwhile); when every instruction of the quickest one ran, on which device. Memory is what the plan says. *ranges*: chunks and messages are ranges of
-        :mod:`torch.profiler`, named by their nodes.
+        """*steps* training steps on the global batch ``(inputs, targets)``, which train like any
+        other (a scaled loss keeps its scale meanwhile); when every instruction of the quickest one
+        ran, on which device. Memory is what the plan says. *ranges*: chunks and messages are ranges
+        of :mod:`torch.profiler`, named by their nodes.
 
         Raises what :meth:`step` raises.
         """
@@ -196,8 +207,8 @@ class Trainer:
     def evaluate(self, inputs: object, targets: object) -> TrainResult:
         """The loss of the batch in evaluation mode, without any update; any batch size.
 
-        The rows are cut into equal microbatches, at most as large as in training; a last wave that is not full is filled up with rows
-        whose losses do not count.
+        The rows are cut into equal microbatches, at most as large as in training; a last wave that
+        is not full is filled up with rows whose losses do not count.
         """
         batch = (inputs, targets)
         rows, train = Rows(self.dag.batch), self._train.plan
@@ -222,18 +233,22 @@ class Trainer:
         return TrainResult(self._step, loss, seconds, _tokens(batch, count))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers under the user's names (tied ones under each) and shapes, on the CPU. They have the user's types;
-        under a ``precision`` floating-point parameters have the master type, of which frozen ones hold no more than the compute type does.
+        """Parameters and persistent buffers under the user's names (tied ones under each) and
+        shapes, on the CPU. They have the user's types; under a ``precision`` floating-point
+        parameters have the master type, of which frozen ones hold no more than the compute type
+        does.
         """
         snapshot = self._snapshot(optimizer=False)
         return user_state(self.dag, snapshot)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite parameters and persistent buffers. The optimizer's state is left alone; gradients that ``step(update=False)`` kept are
-        dropped, since they are those of other parameters.
+        """Overwrite parameters and persistent buffers. The optimizer's state is left alone;
+        gradients that ``step(update=False)`` kept are dropped, since they are those of other
+        parameters.
 
-        Under a ``precision`` floating-point parameters of any such type are converted.
-        Raises :class:`StateError` for missing, unexpected, misshapen entries, or different tensors under tied names.
+        Under a ``precision`` floating-point parameters of any such type are converted. Raises
+        :class:`StateError` for missing, unexpected, misshapen entries, or different tensors under
+        tied names.
         """
         current = self._snapshot(optimizer=False)
         snapshot = snapshot_from(self.dag, state, current)
@@ -246,15 +261,19 @@ class Trainer:
         model.load_state_dict(self.state_dict())
 
     def save(self, path: str | Path, *, metadata: Mapping[str, object] | None = None) -> None:
-        """Write a checkpoint: a new folder *path* with all that :meth:`load` needs to go on as if nothing had happened, under any strategy.
+        """Write a checkpoint: a new folder *path* with all that :meth:`load` needs to go on as if
+        nothing had happened, under any strategy.
 
-        It holds parameters (under a ``precision`` the master weights), buffers, the optimizer's state and options, the number of steps done
-        (and so the place in the schedule of learning rates and in the data), the seed, and the loss scaler's state; besides *metadata*:
-        numbers, texts, lists, tuples and mappings of them. Every device writes what it owns, so *path* must be in a folder that the driver
-        and all devices share. Nothing has the name *path* before all of it is on the disk.
+        It holds parameters (under a ``precision`` the master weights), buffers, the optimizer's
+        state and options, the number of steps done (and so the place in the schedule of learning
+        rates and in the data), the seed, and the loss scaler's state; besides *metadata*: numbers,
+        texts, lists, tuples and mappings of them. Every device writes what it owns, so *path* must
+        be in a folder that the driver and all devices share. Nothing has the name *path* before all
+        of it is on the disk.
 
-        Raises :class:`StateError` between ``step(update=False)`` and the step that updates, and :class:`CheckpointError` when *path* exists or
-        cannot be written, or the optimizer keeps what a checkpoint cannot hold. Training may go on after either.
+        Raises :class:`StateError` between ``step(update=False)`` and the step that updates, and
+        :class:`CheckpointError` when *path* exists or cannot be written, or the optimizer keeps
+        what a checkpoint cannot hold. Training may go on after either.
         """
         self._require_open()
         if self._kept_steps:
@@ -277,12 +296,14 @@ class Trainer:
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, whatever strategy and backend it was saved under.
 
-        The seed and the optimizer's options (learning rates) are the checkpoint's, too; gradients that ``step(update=False)`` kept are
-        dropped. Without an optimizer, only the weights are taken. A loss scaler goes on with the saved one's state, if one was saved.
+        The seed and the optimizer's options (learning rates) are the checkpoint's, too; gradients
+        that ``step(update=False)`` kept are dropped. Without an optimizer, only the weights are
+        taken. A loss scaler goes on with the saved one's state, if one was saved.
 
-        Raises :class:`CheckpointError`, before anything is changed, for a folder that is no checkpoint, is of another version or is damaged (every
-        file's checksum is compared), and for state that does not fit: missing, unexpected or misshapen tensors, another class of optimizer or
-        other parameter groups.
+        Raises :class:`CheckpointError`, before anything is changed, for a folder that is no
+        checkpoint, is of another version or is damaged (every file's checksum is compared), and for
+        state that does not fit: missing, unexpected or misshapen tensors, another class of
+        optimizer or other parameter groups.
         """
         self._require_open()
         checkpoint = Checkpoint.open(path)
@@ -450,7 +471,9 @@ class Trainer:
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def _most_at_once(self, wanted: int) -> int:
-        """Steps of one call to the workers: one where the scale of the loss may change after each."""
+        """Steps of one call to the workers: one where the scale of the loss may change after
+        each.
+        """
         return wanted if self.loss_scaler is None else 1
 
     def _advance(self, result: StepResult, tokens: int) -> TrainResult:
@@ -503,12 +526,16 @@ def _combine(kind: LossKind, losses: Mapping[int, float], weights: Mapping[int, 
 
 
 def _seed_of_call(seed: int, kept_steps: int) -> int:
-    """The seed of a step, after so many that only kept their gradients: these have the same number, but draw other numbers."""
+    """The seed of a step, after so many that only kept their gradients: these have the same number,
+    but draw other numbers.
+    """
     return seed + (kept_steps << 32)
 
 
 def _keeping(program: Program) -> set[tuple[str, DeviceId]]:
-    """The parameters of which *program* keeps gradients, or adds those that are kept, and on which devices."""
+    """The parameters of which *program* keeps gradients, or adds those that are kept, and on which
+    devices.
+    """
     return {
         (slot.name, device.device)
         for device in program.plan.devices

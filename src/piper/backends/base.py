@@ -59,8 +59,9 @@ class RunResult:
 class RecordedRun:
     """Recorded steps, in order.
 
-    ``spans[step][device]`` says when each instruction ran, on the clock of device 0. ``clock_error``
-    (seconds) bounds how far another device's times may be off: 0 where all workers share one clock.
+    ``spans[step][device]`` says when each instruction ran, on the clock of device 0.
+    ``clock_error`` (seconds) bounds how far another device's times may be off: 0 where all workers
+    share one clock.
     """
 
     steps: tuple[StepResult, ...]
@@ -98,8 +99,9 @@ class Backend(Protocol):
 
         *constants* are the values of buffers that this plan alone has (tensors that capture found);
         they belong to the plan, not to the state. A plan loaded after ``initialise`` may else use
-        only parameters and buffers that its device holds. *compilation* says whether chunks are compiled: here, or
-        by ``initialise`` for plans loaded before it. A failure is a :class:`~piper.errors.CompileError`.
+        only parameters and buffers that its device holds. *compilation* says whether chunks are
+        compiled: here, or by ``initialise`` for plans loaded before it. A failure is a
+        :class:`~piper.errors.CompileError`.
         """
 
     def initialise(
@@ -128,8 +130,8 @@ class Backend(Protocol):
 
         *data* is a list of global batches, one per step (*num_steps* may be left out), or a
         function of the step that is called by the workers that load inputs. A step whose batch has
-        another signature than the plan ends the run before that step, on all devices alike. *loss_scale* is what a plan whose loss is
-        scaled scales it by, in all of these steps.
+        another signature than the plan ends the run before that step, on all devices alike.
+        *loss_scale* is what a plan whose loss is scaled scales it by, in all of these steps.
         """
 
     def profile(
@@ -142,8 +144,8 @@ class Backend(Protocol):
         loss_scale: float = 1.0,
         ranges: bool = False,
     ) -> RecordedRun:
-        """Like :meth:`run` on *batches*, which have the plan's signature, with every instruction's start and end
-        recorded; *ranges*: they are ranges of torch's profiler too.
+        """Like :meth:`run` on *batches*, which have the plan's signature, with every instruction's
+        start and end recorded; *ranges*: they are ranges of torch's profiler too.
         """
 
     def snapshot(self, *, optimizer: bool = True) -> StateSnapshot:
@@ -160,15 +162,19 @@ class Backend(Protocol):
         """
 
     def write_files(self, folder: Path) -> tuple[WrittenFile, ...]:
-        """Let each device write its file of a checkpoint into *folder*, which all share: what it owns of the state.
+        """Let each device write its file of a checkpoint into *folder*, which all share: what it
+        owns of the state.
 
-        Raises :class:`~piper.errors.CheckpointError` when one cannot, after which the backend is as before.
+        Raises :class:`~piper.errors.CheckpointError` when one cannot, after which the backend is as
+        before.
         """
 
     def read_files(self, checkpoint: Checkpoint) -> None:
-        """Overwrite the devices' state with *checkpoint*, whatever layout it was written under; its names and shapes were checked.
+        """Overwrite the devices' state with *checkpoint*, whatever layout it was written under; its
+        names and shapes were checked.
 
-        Raises :class:`~piper.errors.CheckpointError`, before anything is changed, for damaged files and another class of optimizer.
+        Raises :class:`~piper.errors.CheckpointError`, before anything is changed, for damaged files
+        and another class of optimizer.
         """
 
     def close(self) -> None:

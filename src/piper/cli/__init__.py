@@ -1,1 +1,3 @@
-"""The command line: ``piper train``, ``check``, ``plan``, ``simulate``, ``view``, ``bench``, ``doctor``."""
+"""The command line: ``piper train``, ``check``, ``plan``, ``simulate``, ``view``, ``bench``,
+``doctor``.
+"""

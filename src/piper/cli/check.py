@@ -17,9 +17,11 @@ MAX_SEQ_LEN = 16
 
 
 def check(path: Path, console: Console) -> bool:
-    """Print the comparison for the configuration at *path*; true if all errors are within the tolerance.
+    """Print the comparison for the configuration at *path*; true if all errors are within the
+    tolerance.
 
-    The batch has the configured number of sequences, of random bytes. Raises what :func:`piper.check` raises.
+    The batch has the configured number of sequences, of random bytes. Raises what
+    :func:`piper.check` raises.
     """
     config = load_config(path)
     rows, length = config.train.batch_size, min(MAX_SEQ_LEN, config.train.seq_len)

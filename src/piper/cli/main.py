@@ -1,4 +1,6 @@
-"""The command line. Commands import what they need when they run, so that ``piper --help`` is quick."""
+"""The command line. Commands import what they need when they run, so that ``piper --help`` is
+quick.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +66,9 @@ class Costs(StrEnum):
 
 @contextmanager
 def _reporting(traceback: bool) -> Iterator[None]:
-    """One clear message and a failing exit status for what the user can do something about; a bug shows its traceback."""
+    """One clear message and a failing exit status for what the user can do something about; a bug
+    shows its traceback.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -112,7 +116,8 @@ def train(
 ) -> None:
     """Train the model, evaluate it, and compare with the same training in one process.
 
-    Ctrl-C ends the run after the step that is under way and writes what there is; a second one ends it at once.
+    Ctrl-C ends the run after the step that is under way and writes what there is; a second one ends
+    it at once.
     """
     with _reporting(traceback):
         from piper.cli.train import train as run
@@ -151,7 +156,9 @@ def plan(
     ] = None,
     traceback: Traceback = False,
 ) -> None:
-    """Show what every device will do and how much memory it needs. Nothing is run, unless it is to be measured."""
+    """Show what every device will do and how much memory it needs. Nothing is run, unless it is to
+    be measured.
+    """
     with _reporting(traceback):
         from piper.cli.plan import plan as run
 
@@ -214,7 +221,9 @@ def view(
     devices_per_node: DevicesPerNode = None,
     traceback: Traceback = False,
 ) -> None:
-    """Draw a step as a page to look around in, or as a static picture: one that was recorded, or a configuration's, planned and simulated here."""
+    """Draw a step as a page to look around in, or as a static picture: one that was recorded, or a
+    configuration's, planned and simulated here.
+    """
     with _reporting(traceback):
         from piper.cli.simulate import Choice
         from piper.cli.view import view as run
@@ -232,7 +241,9 @@ def profile(
     repeats: Annotated[int, typer.Option(min=1, help="Steps that each device runs by itself.")] = 5,
     traceback: Traceback = False,
 ) -> None:
-    """Measure how long the strategy's chunks, messages and collectives take on this machine, alone and at once, for `piper simulate --profile`."""
+    """Measure how long the strategy's chunks, messages and collectives take on this machine, alone
+    and at once, for `piper simulate --profile`.
+    """
     with _reporting(traceback):
         from piper.cli.profile import profile as run
 
@@ -255,7 +266,9 @@ def explain(
     devices_per_node: DevicesPerNode = None,
     traceback: Traceback = False,
 ) -> None:
-    """Say why something runs where and when it does: which directive placed it, what it waits for."""
+    """Say why something runs where and when it does: which directive placed it, what it waits
+    for.
+    """
     with _reporting(traceback):
         from piper.cli.explain import explain as run
         from piper.cli.simulate import Choice
@@ -265,7 +278,9 @@ def explain(
 
 @app.command()
 def check(config: ConfigPath, traceback: Traceback = False) -> None:
-    """Compare the strategy with training in one process, in float64: losses, gradients, parameters."""
+    """Compare the strategy with training in one process, in float64: losses, gradients,
+    parameters.
+    """
     with _reporting(traceback):
         from piper.cli.check import check as run
 
@@ -283,7 +298,9 @@ def convert(
     ] = "MB",
     traceback: Traceback = False,
 ) -> None:
-    """Turn a schedule of torch.distributed.pipelining (a CSV of actions) into a strategy file, or back."""
+    """Turn a schedule of torch.distributed.pipelining (a CSV of actions) into a strategy file, or
+    back.
+    """
     with _reporting(traceback):
         from piper.cli.convert import convert as run
 

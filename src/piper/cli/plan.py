@@ -59,11 +59,11 @@ def plan(
     measured: bool = False,
     memory_budget: str | None = None,
 ) -> None:
-    """Print the plan of the configuration at *path*; write its files into *save*. *memory_budget* takes the place of the
-    configuration's.
+    """Print the plan of the configuration at *path*; write its files into *save*. *memory_budget*
+    takes the place of the configuration's.
 
-    With *estimated*, chunks and messages are as long as the planner takes them to be; else see :data:`UNITS`.
-    With *measured*, two steps are run in this process to measure their memory.
+    With *estimated*, chunks and messages are as long as the planner takes them to be; else see
+    :data:`UNITS`. With *measured*, two steps are run in this process to measure their memory.
     Raises what :func:`piper.compile` raises before it starts workers.
     """
     config = load_config(path)
@@ -110,8 +110,8 @@ def device_name(alike: Sequence[DeviceId]) -> str:
 def make_program(
     config: RunConfig, model: Transformer, *, measured: bool = False, fold: bool = False
 ) -> Program:
-    """The verified plan of a training step of *model*. Needs neither weights nor data. *fold*: the plan is only looked at; one for more than
-    :data:`FOLD_ABOVE` devices may be folded.
+    """The verified plan of a training step of *model*. Needs neither weights nor data. *fold*: the
+    plan is only looked at; one for more than :data:`FOLD_ABOVE` devices may be folded.
     """
     directives = config.strategy.directives()
     clip = make_clip(config.train.max_grad_norm, 2.0)
@@ -133,7 +133,9 @@ def make_program(
 
 
 def plan_memory(config: RunConfig, plan: Plan, *, measured: bool) -> tuple[DeviceMemory, ...]:
-    """What each device needs; if *measured*, as threads of this process, else on the configuration's backend."""
+    """What each device needs; if *measured*, as threads of this process, else on the
+    configuration's backend.
+    """
     frame_bytes = _frame_bytes(config, measured=measured)
     return account(plan, optimizer_bytes(config.optimizer), frame_bytes=frame_bytes)
 
@@ -193,7 +195,9 @@ def estimated_durations(plan: Plan) -> Durations:
 
 
 def boxes(plan: Plan, timelines: Sequence[Track]) -> Iterator[DeviceRow]:
-    """A row for each stream on which a device computes, a box per chunk and update that takes time."""
+    """A row for each stream on which a device computes, a box per chunk and update that takes
+    time.
+    """
     for mine, timeline in zip(plan.devices, timelines, strict=True):
         by_stream: dict[Stream, list[Box]] = {}
         for played in timeline:
@@ -305,8 +309,8 @@ def _traffic(mine: DevicePlan) -> tuple[_Traffic, _Traffic, _Traffic]:
 def _memory_table(
     plan: Plan, planned: Sequence[DeviceMemory], measured: Sequence[DeviceMemory] | None
 ) -> Table:
-    """Each device's peak, and what it consists of; columns that say next to nothing are left out. Host memory, where some is used, has a
-    peak of its own.
+    """Each device's peak, and what it consists of; columns that say next to nothing are left out.
+    Host memory, where some is used, has a peak of its own.
     """
     represented = plan.represented()
     planned = [planned[alike[0]] for alike in represented]

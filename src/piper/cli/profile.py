@@ -25,8 +25,10 @@ MOST_MEMBERS = 8
 
 
 def profile(path: Path, console: Console, output: Path, *, repeats: int) -> None:
-    """Write the profile of the configuration at *path* to *output*: messages and collectives between as many processes (or threads) as take
-    part, how communication and computation slow each other down, and the program of each device by itself, with as many threads as one worker will have.
+    """Write the profile of the configuration at *path* to *output*: messages and collectives
+    between as many processes (or threads) as take part, how communication and computation slow each
+    other down, and the program of each device by itself, with as many threads as one worker will
+    have.
     """
     config = load_config(path)
     plan = make_program(config, make_skeleton(config)).plan
@@ -67,7 +69,9 @@ def _network(plan: Plan, backend: str, tell: Callable[[str], None]) -> Network:
 
 
 def _collectives(plan: Plan) -> dict[int, set[str]]:
-    """Kinds by number of members. Between two, how communication and computation slow each other down is measured in any case."""
+    """Kinds by number of members. Between two, how communication and computation slow each other
+    down is measured in any case.
+    """
     found: dict[int, set[str]] = {2: set()} if plan.num_devices > 1 else {}
     for mine in plan.devices:
         for instruction in mine.instructions:

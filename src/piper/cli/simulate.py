@@ -26,7 +26,9 @@ from piper.visualize.trace import save_trace
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the command line says about costs: a preset or ``unit``, or a measured profile; the machines, if not as many as needed."""
+    """What the command line says about costs: a preset or ``unit``, or a measured profile; the
+    machines, if not as many as needed.
+    """
 
     device: str = UNIT
     profile: Path | None = None
@@ -34,7 +36,9 @@ class Choice:
     devices_per_node: int | None = None
 
     def costs(self) -> Costs:
-        """The costs. Raises :class:`ConfigError` for an unknown preset, an unreadable profile, or options that exclude each other."""
+        """The costs. Raises :class:`ConfigError` for an unknown preset, an unreadable profile, or
+        options that exclude each other.
+        """
         sized = self.nodes is not None or self.devices_per_node is not None
         if self.profile is not None:
             if self.device != UNIT or sized:
@@ -65,9 +69,11 @@ def simulate(
     trace: Path | None = None,
     save: Path | None = None,
 ) -> None:
-    """Print what a step of the configuration at *path* would take; write a trace, or the timeline, if asked.
+    """Print what a step of the configuration at *path* would take; write a trace, or the timeline,
+    if asked.
 
-    Raises what :func:`piper.compile` raises before it starts workers, and what :func:`piper.simulate` raises.
+    Raises what :func:`piper.compile` raises before it starts workers, and what
+    :func:`piper.simulate` raises.
     """
     found = simulated(load_config(path), choice.costs())
     timeline = found.timeline
@@ -102,7 +108,9 @@ def simulated(config: RunConfig, costs: Costs) -> Simulated:
 
 
 def report(timeline: Timeline, console: Console, *, top: int) -> None:
-    """The totals, a line per device, and the critical path by kind of work; times in the timeline's unit."""
+    """The totals, a line per device, and the critical path by kind of work; times in the timeline's
+    unit.
+    """
     unit = timeline.unit != SECONDS
     console.print(_headline(timeline, unit=unit))
     console.print(_devices(timeline, unit=unit))

@@ -33,7 +33,8 @@ MARKS = 18
 
 
 def train(path: Path, console: Console, resume: Path | None = None) -> bool:
-    """Run the configuration at *path*, from the checkpoint *resume* on if given; false if it was interrupted.
+    """Run the configuration at *path*, from the checkpoint *resume* on if given; false if it was
+    interrupted.
 
     Raises :class:`~piper.errors.PiperError` for what is wrong with it.
     """

@@ -32,10 +32,11 @@ class _Shown:
 def view(
     path: Path, console: Console, choice: Choice, *, output: Path, compare: Path | None = None
 ) -> None:
-    """Draw what *path* (a timeline file or a configuration) says, and *compare* below it, into *output*; say what was written.
+    """Draw what *path* (a timeline file or a configuration) says, and *compare* below it, into
+    *output*; say what was written.
 
-    Configurations are simulated with the costs of *choice*. Raises :class:`ConfigError` for a file that is neither or cannot be
-    read, and what loading, planning, simulating and drawing raise.
+    Configurations are simulated with the costs of *choice*. Raises :class:`ConfigError` for a file
+    that is neither or cannot be read, and what loading, planning, simulating and drawing raise.
     """
     check_kind(output)
     paths = [path] if compare is None else [path, compare]
@@ -74,7 +75,9 @@ def _read(path: Path, costs: Costs, console: Console) -> _Shown:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """The timeline in the file *path*. Raises :class:`ConfigError` if it cannot be read, :class:`PlanError` if it holds none."""
+    """The timeline in the file *path*. Raises :class:`ConfigError` if it cannot be read,
+    :class:`PlanError` if it holds none.
+    """
     try:
         if path.stat().st_size == 0:
             raise PlanError(f"timeline file {path} is empty; simulate or profile again")

@@ -1,4 +1,6 @@
-"""A communicator whose peers are imagined: everything is there at once. For measuring one device by itself."""
+"""A communicator whose peers are imagined: everything is there at once. For measuring one device by
+itself.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +40,8 @@ class Imagining:
 
 
 class AloneCommunicator:
-    """Implements :class:`~piper.ops.base.Communicator`: messages are small random numbers, or zeros if they may be indices; other members' parts
-    are like one's own.
+    """Implements :class:`~piper.ops.base.Communicator`: messages are small random numbers, or zeros
+    if they may be indices; other members' parts are like one's own.
     """
 
     def __init__(self, rank: int, size: int, imagining: Imagining) -> None:

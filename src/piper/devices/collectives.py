@@ -1,4 +1,5 @@
-"""How fast collectives are between processes of this machine, and how much communication and computation hold each other up.
+"""How fast collectives are between processes of this machine, and how much communication and
+computation hold each other up.
 
 Everything is measured symmetrically: all members do the same at the same time.
 ``python -m piper.devices.collectives PORT SIZE RANK ROUNDS KIND...`` is another member.
@@ -44,8 +45,9 @@ Start = Callable[[], Handle]
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimes:
-    """By kind of collective, its times by bytes of what each member has afterwards; how work and traffic hold each other up (``None``: they
-    do not, as communication is done by whoever waits for it).
+    """By kind of collective, its times by bytes of what each member has afterwards; how work and
+    traffic hold each other up (``None``: they do not, as communication is done by whoever waits for
+    it).
     """
 
     kinds: Mapping[str, LinkTimes]
@@ -55,7 +57,9 @@ class CollectiveTimes:
 def between_processes(
     size: int, kinds: Sequence[str] = KINDS, rounds: int = ROUNDS
 ) -> CollectiveTimes:
-    """Of *size* members over gloo and the loopback device. Raises :class:`RunError` if another process fails."""
+    """Of *size* members over gloo and the loopback device. Raises :class:`RunError` if another
+    process fails.
+    """
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=_limit())
     with _peers(store.port, size, kinds, rounds):
         try:
@@ -111,8 +115,8 @@ def measure_collectives(
     *,
     contention: bool = True,
 ) -> CollectiveTimes:
-    """The times of collectives of all of *communicator*'s members, each of whom calls this; *contention*: in the end they compute and communicate at
-    once.
+    """The times of collectives of all of *communicator*'s members, each of whom calls this;
+    *contention*: in the end they compute and communicate at once.
     """
     meet = _meeting(communicator)
     found = {
@@ -124,7 +128,9 @@ def measure_collectives(
 
 
 def _quickest(starts: Mapping[int, Start], meet: Callable[[], None], rounds: int) -> LinkTimes:
-    """The quickest of *rounds*, of several in a row each, since members do not begin at exactly the same time."""
+    """The quickest of *rounds*, of several in a row each, since members do not begin at exactly the
+    same time.
+    """
     issue: dict[int, float] = {}
     travel: dict[int, float] = {}
     for size, start in starts.items():
@@ -201,7 +207,9 @@ def _meeting(communicator: Communicator) -> Callable[[], None]:
 
 
 def _new(numel: int) -> torch.Tensor:
-    """Memory that the system has to make first, as it has to in training for what arrives: much was freed since the last time."""
+    """Memory that the system has to make first, as it has to in training for what arrives: much was
+    freed since the last time.
+    """
     return torch.frombuffer(mmap(-1, 4 * numel), dtype=torch.float32)
 
 

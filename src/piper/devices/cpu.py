@@ -54,8 +54,8 @@ class _Queue:
 
 
 class CpuDevice(TensorOperations):
-    """Compute runs inline; communication is asynchronous through its handles, copies to and from host memory (a pool of
-    their own: a mapped temporary file) on a thread per stream.
+    """Compute runs inline; communication is asynchronous through its handles, copies to and from
+    host memory (a pool of their own: a mapped temporary file) on a thread per stream.
 
     A stream is a queue of handles. Waiting for an event waits, in order, for the handles that were
     issued on its stream up to there; an event of a stream without communication has always

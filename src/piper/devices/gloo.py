@@ -216,7 +216,9 @@ class _Group(Protocol):
 
 
 def _connect(name: str, rank: int, size: int, store: Store, host: str, timeout: float) -> _Group:
-    """A process group of its own; torch's stubs know neither the options nor the methods of gloo's."""
+    """A process group of its own; torch's stubs know neither the options nor the methods of
+    gloo's.
+    """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 (torch's name for it)
     options._timeout = timedelta(seconds=timeout)  # noqa: SLF001
@@ -281,8 +283,8 @@ class GlooCommunicator:
         return layout.payload(frame), handle
 
     def all_reduce(self, flat: Tensor, op: ReduceOp = ReduceOp.SUM) -> _Work:
-        """Combine in place. Gloo reduces each part on one member and copies it to the others: same bits
-        everywhere.
+        """Combine in place. Gloo reduces each part on one member and copies it to the others: same
+        bits everywhere.
         """
         target = as_torch(flat)
         if op is ReduceOp.MAX:
@@ -320,7 +322,9 @@ class GlooCommunicator:
         return self._exchange("all_gather", given, wanted, (parts, source))
 
     def reduce_scatter(self, out: Tensor, flat: Tensor) -> "_Works":
-        """Each member's part of the sum: every member sends the others theirs, and adds up what it gets in order of rank."""
+        """Each member's part of the sum: every member sends the others theirs, and adds up what it
+        gets in order of rank.
+        """
         target, parts = as_torch(out), as_torch(flat).view(self.size, -1)
         # One part arrives where the sum will be: a group of two needs no buffer.
         found = [target, *(torch.empty_like(target) for _ in range(self.size - 2))]
@@ -336,7 +340,9 @@ class GlooCommunicator:
     def all_to_all(
         self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> "_Works":
-        """Exchange parts, as bytes: every member sends the others theirs. Members that expect parts of other sizes never meet."""
+        """Exchange parts, as bytes: every member sends the others theirs. Members that expect parts
+        of other sizes never meet.
+        """
         size = as_torch(flat).element_size()
         target = torch.split(_bytes(as_torch(out)), [n * size for n in out_splits])
         source = torch.split(_bytes(as_torch(flat)), [n * size for n in in_splits])
@@ -364,10 +370,11 @@ class GlooCommunicator:
         keep: object,
         finish: Callable[[], None] | None = None,
     ) -> "_Works":
-        """Send and receive bytes by peer. Receives are posted first, so that both directions of a link flow at once; gloo's own
-        collectives take 1.5 to 2.2 times as long between two members.
+        """Send and receive bytes by peer. Receives are posted first, so that both directions of a
+        link flow at once; gloo's own collectives take 1.5 to 2.2 times as long between two members.
 
-        Members that communicate about something else at this point never meet: the tag says what this is.
+        Members that communicate about something else at this point never meet: the tag says what
+        this is.
         """
         self._exchanges += 1
         what = self._what(verb)
@@ -433,7 +440,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _add_up(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Overwrite *target*, which may be one of the first two of *parts*, by their sum; of truth values, as in torch, "or"."""
+    """Overwrite *target*, which may be one of the first two of *parts*, by their sum; of truth
+    values, as in torch, "or".
+    """
     if len(parts) == 1:
         target.copy_(parts[0])
         return

@@ -21,7 +21,9 @@ class TensorOperations:
         shapes: Sequence[tuple[int, ...]],
         dtype: DType | None = None,
     ) -> torch.Tensor:
-        """A new flat tensor holding the elements of *tensors*, one after the other, converted to *dtype* if given."""
+        """A new flat tensor holding the elements of *tensors*, one after the other, converted to
+        *dtype* if given.
+        """
         flat = [as_torch(tensor).reshape(-1) for tensor in tensors]
         assert len(flat) == len(shapes)
         if dtype is None:
@@ -43,7 +45,9 @@ class TensorOperations:
     def unpack_shards(
         self, flat: Tensor, shapes: Sequence[tuple[int, ...]], count: int
     ) -> list[torch.Tensor]:
-        """The inverse of :meth:`pack_shards`: new tensors, or a view of *flat* where one tensor is all that is in it."""
+        """The inverse of :meth:`pack_shards`: new tensors, or a view of *flat* where one tensor is
+        all that is in it.
+        """
         lengths = [shard_length(shape, count) for shape in shapes]
         columns = torch.split(as_torch(flat).view(count, -1), lengths, dim=1)
         return [
@@ -151,7 +155,9 @@ class TensorOperations:
     def norm_part(
         self, tensors: Sequence[Tensor], divisor: Tensor | None, op: ReduceOp
     ) -> torch.Tensor:
-        """See :class:`~piper.ops.base.Device`. Each tensor's own norm comes first, as in ``clip_grad_norm_``."""
+        """See :class:`~piper.ops.base.Device`. Each tensor's own norm comes first, as in
+        ``clip_grad_norm_``.
+        """
         order = 2.0 if op is ReduceOp.SUM else torch.inf
         norms = [_vector_norm(t, order) for t in map(as_torch, tensors) if t.numel()]
         if divisor is not None:
@@ -191,8 +197,9 @@ def _slices(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _own_memory(column: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """*column*, contiguous. Copied unless it is the whole of *flat*, though one element per row (a scalar's slices) could be
-    a view: that would keep the whole bucket alive for as long as the scalar is needed.
+    """*column*, contiguous. Copied unless it is the whole of *flat*, though one element per row (a
+    scalar's slices) could be a view: that would keep the whole bucket alive for as long as the
+    scalar is needed.
     """
     if column.numel() == flat.numel():
         return column

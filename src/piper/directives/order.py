@@ -18,18 +18,20 @@ _HALVES = (Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
 
 @directive
 class Order(Directive, frozen=True):
-    """A list of groups, each a list of filters: on each device, the chunks of one group run before those of the
-    next group; the members of one group may overlap: the planner interleaves their chunks so that communication of one hides behind
-    compute of another.
+    """A list of groups, each a list of filters: on each device, the chunks of one group run before
+    those of the next group; the members of one group may overlap: the planner interleaves their
+    chunks so that communication of one hides behind compute of another.
 
-    Communication follows its data; a filter that names it (``{"COMM": "all_reduce"}``) orders it too.
-    A filter whose pass a region does not have is empty.
+    Communication follows its data; a filter that names it (``{"COMM": "all_reduce"}``) orders it
+    too. A filter whose pass a region does not have is empty.
 
-    Passes ``BI`` and ``BW`` split the backward of the chunks that they match: ``BI`` makes the gradients that other
-    chunks read, ``BW`` those of parameters; ``B`` means both. ``BI`` always comes first. A backward that makes only one kind is not cut:
-    it is ``BI`` or ``BW``, and the filter for the other half is empty. Where a ``BI`` is ordered, its ``BW`` must be, too.
+    Passes ``BI`` and ``BW`` split the backward of the chunks that they match: ``BI`` makes the
+    gradients that other chunks read, ``BW`` those of parameters; ``B`` means both. ``BI`` always
+    comes first. A backward that makes only one kind is not cut: it is ``BI`` or ``BW``, and the
+    filter for the other half is empty. Where a ``BI`` is ordered, its ``BW`` must be, too.
 
-    Raises :class:`OrderError` for a ``BI`` without its ``BW``, and for members of a group of which one needs what another makes.
+    Raises :class:`OrderError` for a ``BI`` without its ``BW``, and for members of a group of which
+    one needs what another makes.
 
     Before ``Order([[{"MB": 1, "PASS": "F"}], [{"MB": 0, "PASS": "B"}]])``, on one device::
 
@@ -120,13 +122,15 @@ class Order(Directive, frozen=True):
 
 
 def _orderable(node: Node) -> bool:
-    """Sums are made as contributions come and buffers stored at the end: an order does not speak of them."""
+    """Sums are made as contributions come and buffers stored at the end: an order does not speak of
+    them.
+    """
     return isinstance(node, Comm) or not node.derived or isinstance(node.work, Update)
 
 
 def _ends(dag: Dag, nodes: Iterable[NodeId]) -> tuple[tuple[NodeId, ...], tuple[NodeId, ...]]:
-    """Those of *nodes* that read nothing of the others, and those that the others read nothing of: edges to the first and
-    from the second order all of them.
+    """Those of *nodes* that read nothing of the others, and those that the others read nothing of:
+    edges to the first and from the second order all of them.
     """
     group = [dag.nodes[n] for n in nodes]
     makers = {value: node.id for node in group for value in node.outputs}

@@ -17,16 +17,18 @@ MIB = 1024 * 1024
 
 @directive
 class Replicate(Directive, frozen=True):
-    """Data-parallel replicas: each device of a node's group runs it on microbatches of its own, and the
-    gradients of the parameters that it uses are summed over the group.
+    """Data-parallel replicas: each device of a node's group runs it on microbatches of its own, and
+    the gradients of the parameters that it uses are summed over the group.
 
-    ``devices`` is ``"placed"`` (the group that each matched node is on) or a list (which then also places nodes that
-    are not placed yet). A list of lists, ``[[0, 1], [2, 3]]``, shards within the inner lists and replicates across; a node that is placed is
-    on the devices of some of the lists, in their order, so that one directive claims stages on ``[0, 1, 2, 3]`` and ``[4, 5, 6, 7]`` with
-    ``[[0, 1], [2, 3], [4, 5], [6, 7]]``.
+    ``devices`` is ``"placed"`` (the group that each matched node is on) or a list (which then also
+    places nodes that are not placed yet). A list of lists, ``[[0, 1], [2, 3]]``, shards within the
+    inner lists and replicates across; a node that is placed is on the devices of some of the lists,
+    in their order, so that one directive claims stages on ``[0, 1, 2, 3]`` and ``[4, 5, 6, 7]``
+    with ``[[0, 1], [2, 3], [4, 5], [6, 7]]``.
 
-    A parameter that several nodes use, on one group or several, is reduced over all of these: shard by shard where it is sharded. Several
-    ``Replicate`` may claim them if their options are equal but for the devices.
+    A parameter that several nodes use, on one group or several, is reduced over all of these: shard
+    by shard where it is sharded. Several ``Replicate`` may claim them if their options are equal
+    but for the devices.
 
     What is sharded over the replicas; each implies the ones before:
 
@@ -35,10 +37,12 @@ class Replicate(Directive, frozen=True):
     * ``shard_grads`` (ZeRO-2): reduce-scatter each microbatch's contributions into a sharded accumulator;
     * ``shard_params`` (ZeRO-3): whole parameters exist only from an all-gather before each use until after it.
 
-    Each parameter is cut into equal runs of its flattened elements, one per replica. ``bucket_size`` bounds one message in
-    MiB (``None``: a bucket per region). ``reduce_stream`` and ``gather_stream`` carry the communication.
-    ``replicated_buffers`` must be chosen when the forward writes buffers on several replicas (BatchNorm): ``"first"``
-    keeps the first replica's, ``"mean"`` their mean, ``"sum"`` adds every replica's change (a counter then counts on all of them).
+    Each parameter is cut into equal runs of its flattened elements, one per replica.
+    ``bucket_size`` bounds one message in MiB (``None``: a bucket per region). ``reduce_stream`` and
+    ``gather_stream`` carry the communication. ``replicated_buffers`` must be chosen when the
+    forward writes buffers on several replicas (BatchNorm): ``"first"`` keeps the first replica's,
+    ``"mean"`` their mean, ``"sum"`` adds every replica's change (a counter then counts on all of
+    them).
 
     Before ``Replicate({}, devices="placed")`` with the region on ``[0, 1]``::
 
@@ -99,7 +103,9 @@ class Replicate(Directive, frozen=True):
         return Level.OPTIMIZER if self.shard_optimizer else Level.NONE
 
     def _groups(self) -> tuple[tuple[DeviceGroup, ...], DeviceGroup | None]:
-        """The lists of ``devices``, and all their members; ``None`` for the group that each node is on."""
+        """The lists of ``devices``, and all their members; ``None`` for the group that each node is
+        on.
+        """
         if self.devices == "placed":
             return (), None
         flat = [d for d in self.devices if isinstance(d, int)]

@@ -22,27 +22,34 @@ EXPERT_STREAM = Stream("all_to_all")
 
 @directive
 class Shard(Directive, frozen=True):
-    """Expert parallelism: each device of a group holds an equal part of the matched regions' experts, and works on the tokens that a number
-    of replicas of the rest of the model have for these.
+    """Expert parallelism: each device of a group holds an equal part of the matched regions'
+    experts, and works on the tokens that a number of replicas of the rest of the model have for
+    these.
 
-    A region's parameters are cut along dimension 0, the experts. What enters and leaves it is exchanged by an all-to-all on
-    ``stream`` (one of its own by default), in the backward too. Two forms, told apart by how the region is written:
+    A region's parameters are cut along dimension 0, the experts. What enters and leaves it is
+    exchanged by an all-to-all on ``stream`` (one of its own by default), in the backward too. Two
+    forms, told apart by how the region is written:
 
     * *capacity*: ``x[E, C, d] → [E, C, d']``, equally many tokens for each expert;
     * *dropless*: rows ``[N, d]`` sorted by expert and counts ``[E]`` (int64) ``→ [N, d']``, with the products of
       :func:`piper.grouped_mm`. There is room on each device for all tokens of the group, or, with ``capacity_factor`` f, for f·N: more
       is an error that says by how many.
 
-    The region must work on each expert's tokens alone: operations that mix them are refused, as are literal sizes that do not follow from
-    its tensors. Parameters that match a pattern in ``replicated`` are held whole by every device.
+    The region must work on each expert's tokens alone: operations that mix them are refused, as are
+    literal sizes that do not follow from its tensors. Parameters that match a pattern in
+    ``replicated`` are held whole by every device.
 
-    ``devices`` is ``"placed"`` (the group that each matched node is on) or a list (which then also places nodes that are not placed
-    yet). A list of lists, ``[[0, 1], [2, 3]]``, shards within the inner lists and replicates across. A ``Replicate`` of the region, before or
-    after, reduces its gradients over the replicas of the same experts only. Matching some chunks of a region matches the region.
+    ``devices`` is ``"placed"`` (the group that each matched node is on) or a list (which then also
+    places nodes that are not placed yet). A list of lists, ``[[0, 1], [2, 3]]``, shards within the
+    inner lists and replicates across. A ``Replicate`` of the region, before or after, reduces its
+    gradients over the replicas of the same experts only. Matching some chunks of a region matches
+    the region.
 
-    The experts' devices need not be those of the nodes around: with the rest on ``[0, 1]``, experts may be shared among ``[0, 1]``,
-    ``[2, 3]``, ``[2, 3, 4]`` or ``[0, 1, 2, 3]``. The replicas of the rest are dealt out to the lists in equal runs, in order; each list works on
-    the tokens of its own. Such a region is placed by this directive (leave it out of every ``Place``), which comes after those that place the rest.
+    The experts' devices need not be those of the nodes around: with the rest on ``[0, 1]``, experts
+    may be shared among ``[0, 1]``, ``[2, 3]``, ``[2, 3, 4]`` or ``[0, 1, 2, 3]``. The replicas of
+    the rest are dealt out to the lists in equal runs, in order; each list works on the tokens of
+    its own. Such a region is placed by this directive (leave it out of every ``Place``), which
+    comes after those that place the rest.
 
     Before ``Shard({"EP": 0}, devices="placed")`` with everything on ``[0, 1]``, for 8 experts::
 
@@ -56,8 +63,9 @@ class Shard(Directive, frozen=True):
 
         F ──x──▶ all_to_all 1,2,0 ──x'[4, C, d]──▶ F EP=0 @1,2 ──y'──▶ all_to_all 1,2,0 ──y──▶ F
 
-    Raises :class:`DirectiveError` for a number of experts that the devices do not divide, a parameter without experts, a region that mixes
-    experts or tokens; :class:`PlacementError` for devices that are not the region's, and replicas of the rest that the lists do not divide.
+    Raises :class:`DirectiveError` for a number of experts that the devices do not divide, a
+    parameter without experts, a region that mixes experts or tokens; :class:`PlacementError` for
+    devices that are not the region's, and replicas of the rest that the lists do not divide.
     """
 
     filter: dict[str, FilterValue]
@@ -101,7 +109,9 @@ class Shard(Directive, frozen=True):
     def _sources(
         self, dag: Dag, claimed: Collection[NodeId], groups: Collection[DeviceGroup]
     ) -> int:
-        """How many replicas of the rest of the model, as far as it is placed, each of *groups* works for; 0 if nothing is."""
+        """How many replicas of the rest of the model, as far as it is placed, each of *groups*
+        works for; 0 if nothing is.
+        """
         rest: dict[int, Chunk] = {}
         for chunk in core_chunks(dag).values():
             if chunk.devices and chunk.sharding is None and chunk.id not in claimed:

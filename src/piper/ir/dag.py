@@ -1,15 +1,16 @@
 """The training DAG: one training step as compute chunks and communications over named values.
 
-The DAG is *SPMD over device groups*: a node placed on a group of n devices stands for n executions, one
-per device, each on its own microbatches. A value lives on the devices of its producer.
+The DAG is *SPMD over device groups*: a node placed on a group of n devices stands for n executions,
+one per device, each on its own microbatches. A value lives on the devices of its producer.
 
-Two kinds of node. A :class:`Chunk` computes: it calls a body, sums gradient contributions, or updates
-parameters. A :class:`Comm` communicates within each of its device groups. Two kinds of edge: *data*
-(a value's producer before its consumers, implied by ``inputs`` and ``outputs``) and *order*
-(:class:`OrderEdge`). The DAG is immutable; ``piper.ir.edit`` is the only way to change it.
+Two kinds of node. A :class:`Chunk` computes: it calls a body, sums gradient contributions, or
+updates parameters. A :class:`Comm` communicates within each of its device groups. Two kinds of
+edge: *data* (a value's producer before its consumers, implied by ``inputs`` and ``outputs``) and
+*order* (:class:`OrderEdge`). The DAG is immutable; ``piper.ir.edit`` is the only way to change it.
 
-*Core* nodes are the chunks that capture made and directives copied. *Derived* nodes (transfers, sums,
-reductions, updates) follow from the core nodes' placement and are made by ``piper.ir.derive``.
+*Core* nodes are the chunks that capture made and directives copied. *Derived* nodes (transfers,
+sums, reductions, updates) follow from the core nodes' placement and are made by
+``piper.ir.derive``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -80,9 +81,10 @@ class LayoutKind(StrEnum):
 class ExpertLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """How a value is cut by experts.
 
-    ``other`` is the value's spec on the other side of the region's border: inside the region of a value that enters it, outside of one
-    that leaves it. For CAPACITY, ``sizes`` are the sizes outside, merged dimensions taken apart (-1: the tokens'). For ROWS,
-    ``complete`` says that every row must belong to an expert: what the region makes of others is not known to be zero.
+    ``other`` is the value's spec on the other side of the region's border: inside the region of a
+    value that enters it, outside of one that leaves it. For CAPACITY, ``sizes`` are the sizes
+    outside, merged dimensions taken apart (-1: the tokens'). For ROWS, ``complete`` says that every
+    row must belong to an expert: what the region makes of others is not known to be zero.
     """
 
     kind: LayoutKind
@@ -97,8 +99,9 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A named tensor.
 
     ``name`` is the parameter's, buffer's or batch leaf's; a contribution or total carries its
-    parameter's. ``microbatch`` is, for an INPUT, the microbatch whose rows it holds (0 before any split). ``experts`` says how a value is
-    cut that enters or leaves a sharded expert region, or a parameter of one.
+    parameter's. ``microbatch`` is, for an INPUT, the microbatch whose rows it holds (0 before any
+    split). ``experts`` says how a value is cut that enters or leaves a sharded expert region, or a
+    parameter of one.
     """
 
     id: ValueId
@@ -120,10 +123,11 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, t
     """A compute node. ``devices`` is ``None`` until it is placed.
 
     ``tags`` is the region path, outermost first, followed by the split dimensions, for instance
-    ``(("PP", 1), ("EP", 3), ("MB", 0))``. ``p2p_stream`` carries its values to other
-    groups (``None``: the default). ``replication`` is the index of the :class:`Replication` that claims it, ``recompute`` the
-    number of the directive that lets its region's backward recompute the forward, or ``None``. ``offload`` says where what its region's
-    backward reads of the forward is kept in the meantime (``None``: on the device). ``sharding`` is the index of the
+    ``(("PP", 1), ("EP", 3), ("MB", 0))``. ``p2p_stream`` carries its values to other groups
+    (``None``: the default). ``replication`` is the index of the :class:`Replication` that claims
+    it, ``recompute`` the number of the directive that lets its region's backward recompute the
+    forward, or ``None``. ``offload`` says where what its region's backward reads of the forward is
+    kept in the meantime (``None``: on the device). ``sharding`` is the index of the
     :class:`Sharding` that shards its experts.
     """
 
@@ -189,7 +193,9 @@ def _label(pass_: Pass, work: Work, tags: Tags) -> str:
 
 
 class OrderEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """``before`` runs before ``after``; ``directive`` is the number of the directive that said so (-1: none)."""
+    """``before`` runs before ``after``; ``directive`` is the number of the directive that said so
+    (-1: none).
+    """
 
     before: NodeId
     after: NodeId
@@ -197,8 +203,9 @@ class OrderEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 
 
 class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Chunks of one group of an ``Order`` on the same devices, of at least two of its members: they are to hide each other's
-    communication. ``directive`` is the number of the directive that said so.
+    """Chunks of one group of an ``Order`` on the same devices, of at least two of its members: they
+    are to hide each other's communication. ``directive`` is the number of the directive that said
+    so.
     """
 
     directive: int
@@ -226,8 +233,9 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BatchLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of the batch.
 
-    ``name`` is its path, for instance ``inputs[0]``, ``inputs.mask`` or ``targets``; ``index`` its position among the
-    leaves of ``(inputs, targets)``; ``batch_dim`` the dimension that is split (``None``: given whole to each microbatch).
+    ``name`` is its path, for instance ``inputs[0]``, ``inputs.mask`` or ``targets``; ``index`` its
+    position among the leaves of ``(inputs, targets)``; ``batch_dim`` the dimension that is split
+    (``None``: given whole to each microbatch).
     """
 
     name: str
@@ -255,9 +263,10 @@ class Level(IntEnum):
 class Replication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a ``Replicate`` asks for the parameters of the chunks that it claims.
 
-    ``bucket_bytes`` bounds one message's payload (``None``: one bucket per region). ``shard_groups`` are the device lists within which
-    is sharded (empty: the whole group of each node).
-    ``buffers`` says which replica's buffers count after the step: ``"first"``, ``"mean"``, ``"sum"`` (of their changes) or ``None`` (refuse).
+    ``bucket_bytes`` bounds one message's payload (``None``: one bucket per region).
+    ``shard_groups`` are the device lists within which is sharded (empty: the whole group of each
+    node). ``buffers`` says which replica's buffers count after the step: ``"first"``, ``"mean"``,
+    ``"sum"`` (of their changes) or ``None`` (refuse).
     """
 
     directive: int
@@ -270,9 +279,10 @@ class Replication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a ``Shard`` asks for the expert regions that it claims: the device lists within which their experts are sharded (empty: the
-    whole group of each node), and the stream of the all-to-all. ``sources`` is the number of replicas of the rest of the model whose tokens one
-    list works on (0: one for each member).
+    """What a ``Shard`` asks for the expert regions that it claims: the device lists within which
+    their experts are sharded (empty: the whole group of each node), and the stream of the
+    all-to-all. ``sources`` is the number of replicas of the rest of the model whose tokens one list
+    works on (0: one for each member).
     """
 
     directive: int
@@ -282,8 +292,8 @@ class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Clip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Clipping by the norm of all gradients together: they are scaled by ``min(1, max_norm / (norm + 1e-6))`` before the update.
-    ``max_norm`` is ``None`` where the norm is only reported.
+    """Clipping by the norm of all gradients together: they are scaled by ``min(1, max_norm / (norm
+    + 1e-6))`` before the update. ``max_norm`` is ``None`` where the norm is only reported.
     """
 
     norm: Norm
@@ -291,8 +301,9 @@ class Clip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ElementTypes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Mixed precision: floating-point parameters are read in ``compute``, their gradients summed in ``reduce``, they are updated in
-    ``master``; the model's outputs reach the loss in ``output``. Complex numbers and integers stay as they are.
+    """Mixed precision: floating-point parameters are read in ``compute``, their gradients summed in
+    ``reduce``, they are updated in ``master``; the model's outputs reach the loss in ``output``.
+    Complex numbers and integers stay as they are.
     """
 
     compute: DType
@@ -334,7 +345,8 @@ class SplitDim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Dag:
-    """One training step. Every field is immutable by convention; change it through ``piper.ir.edit``.
+    """One training step. Every field is immutable by convention; change it through
+    ``piper.ir.edit``.
 
     Attributes:
         nodes, values, bodies: what there is, by id.
@@ -408,8 +420,8 @@ class Dag:
 
     @cached_property
     def predecessors(self) -> Mapping[NodeId, tuple[NodeId, ...]]:
-        """Nodes that must run before each node: along data edges, order edges, and from each reader of a parameter
-        or buffer to the node that overwrites it.
+        """Nodes that must run before each node: along data edges, order edges, and from each reader
+        of a parameter or buffer to the node that overwrites it.
         """
         before: dict[NodeId, dict[NodeId, None]] = {n: {} for n in self.nodes}
         producers = self.producers
@@ -453,7 +465,9 @@ class Dag:
 
     @cached_property
     def grad_norm(self) -> tuple[ValueId, DeviceId] | None:
-        """The norm of all gradients, and the device that reports it; ``None`` where none is asked for."""
+        """The norm of all gradients, and the device that reports it; ``None`` where none is asked
+        for.
+        """
         for chunk in self.chunks():
             if isinstance(chunk.work, NormRoot):
                 return chunk.outputs[0], chunk.participants[0]
@@ -477,13 +491,17 @@ class Dag:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas: the common size of all device groups but those of sharded expert regions (1 before placement)."""
+        """Data-parallel replicas: the common size of all device groups but those of sharded expert
+        regions (1 before placement).
+        """
         placed = [c for c in self.chunks() if not c.derived and c.devices]
         whole = [c for c in placed if c.sharding is None] or placed
         return max((len(c.participants) for c in whole), default=1)
 
     def expert_part(self, name: str, device: DeviceId) -> tuple[int, int] | None:
-        """Which of how many parts of its experts *device* holds of parameter *name*; ``None`` where experts are not sharded."""
+        """Which of how many parts of its experts *device* holds of parameter *name*; ``None`` where
+        experts are not sharded.
+        """
         for group in self.expert_groups.get(name, ()):
             if device in group:
                 return group.index(device), len(group)

@@ -1,12 +1,16 @@
-"""Expert parallelism: the bodies of an expert region, made for the part of the experts that one device holds.
+"""Expert parallelism: the bodies of an expert region, made for the part of the experts that one
+device holds.
 
-The region's parameters say how many experts there are (E: their dimension 0). Every tensor that enters holds each expert's tokens:
-``[E, C, …]``, or, in a *dropless* region (one with grouped products), rows sorted by expert with counts ``[E]``. On one of n devices
-that share the experts and work on the tokens of s devices these become ``[E/n, s·C, …]`` and ``[bound, …]`` with counts ``[E/n]``. Labels (:mod:`piper.ir.labels`) are followed through the
-bodies, which proves that the region works on each expert's tokens alone, and says what becomes of every size.
+The region's parameters say how many experts there are (E: their dimension 0). Every tensor that
+enters holds each expert's tokens: ``[E, C, …]``, or, in a *dropless* region (one with grouped
+products), rows sorted by expert with counts ``[E]``. On one of n devices that share the experts and
+work on the tokens of s devices these become ``[E/n, s·C, …]`` and ``[bound, …]`` with counts
+``[E/n]``. Labels (:mod:`piper.ir.labels`) are followed through the bodies, which proves that the
+region works on each expert's tokens alone, and says what becomes of every size.
 
-Which dimension of an entering tensor is which is tried out: views at the border are part of the region's bodies, so a tensor may enter
-as ``[E·C, d]`` or transposed. What passes the rules is right, so the first that does is taken.
+Which dimension of an entering tensor is which is tried out: views at the border are part of the
+region's bodies, so a tensor may enter as ``[E·C, d]`` or transposed. What passes the rules is
+right, so the first that does is taken.
 """
 
 from collections import Counter
@@ -34,8 +38,9 @@ from piper.ops.compute import Call
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a region is sharded: over how many devices, which work on the tokens of how many; the room for tokens on one of them in units of
-    those that one device sends (``None``: all tokens); patterns of the names of parameters that each device holds whole.
+    """How a region is sharded: over how many devices, which work on the tokens of how many; the
+    room for tokens on one of them in units of those that one device sends (``None``: all tokens);
+    patterns of the names of parameters that each device holds whole.
     """
 
     count: int
@@ -56,16 +61,17 @@ class Sharded:
 def shard_regions(dag: Dag, members: Iterable[NodeId], cut: Cut) -> Sharded:
     """Cut the regions whose core chunks are *members* (whole regions: all passes).
 
-    Raises :class:`DirectiveError` for a number of experts that does not divide, a parameter without experts, an operation that mixes
-    experts or tokens or has a size that does not follow from its tensors, and what may not cross a region's border.
+    Raises :class:`DirectiveError` for a number of experts that does not divide, a parameter without
+    experts, an operation that mixes experts or tokens or has a size that does not follow from its
+    tensors, and what may not cross a region's border.
     """
     return _Sharder(dag, members, cut).run()
 
 
 @dataclass(slots=True)
 class _State:
-    """One region of one microbatch: the number of experts, whether it is dropless, and the number of tokens (of an expert, or in all) once
-    a tensor has told.
+    """One region of one microbatch: the number of experts, whether it is dropless, and the number
+    of tokens (of an expert, or in all) once a tensor has told.
     """
 
     tags: Tags
@@ -418,7 +424,8 @@ class _Sharder:
 
 
 def expert_groups(chunk: Chunk, lists: tuple[DeviceGroup, ...]) -> tuple[DeviceGroup, ...]:
-    """The groups within which *chunk* shares experts: those of *lists* that are among its devices, or all of these if there are no lists.
+    """The groups within which *chunk* shares experts: those of *lists* that are among its devices,
+    or all of these if there are no lists.
 
     Raises :class:`PlacementError` if the lists do not partition the devices.
     """
@@ -441,7 +448,9 @@ def _rows_first(label: Label) -> bool:
 
 
 def _number_of_experts(specs: Iterable[TensorSpec]) -> int:
-    """The most common dimension 0; of equally common ones that of the tensor with most dimensions."""
+    """The most common dimension 0; of equally common ones that of the tensor with most
+    dimensions.
+    """
     found: Counter[int] = Counter()
     ranks: dict[int, int] = {}
     for spec in specs:

@@ -1,7 +1,8 @@
 """Labels: which dimensions of a tensor are experts, which are tokens.
 
-A dimension is a product of *factors*, the slowest first: ``[E·C, d]`` has the dimensions (experts, tokens) and (d). Labels are compared
-by the sizes of their factors at a few sample sizes of the batch, since sizes are expressions.
+A dimension is a product of *factors*, the slowest first: ``[E·C, d]`` has the dimensions (experts,
+tokens) and (d). Labels are compared by the sizes of their factors at a few sample sizes of the
+batch, since sizes are expressions.
 """
 
 import math
@@ -37,8 +38,9 @@ DimLabel: TypeAlias = tuple[Factor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The factors of each dimension, and the axes that the tensor is a sum over; whether it counts tokens by expert; whether rows of a
-    dropless region that belong to no expert are known to be zeros.
+    """The factors of each dimension, and the axes that the tensor is a sum over; whether it counts
+    tokens by expert; whether rows of a dropless region that belong to no expert are known to be
+    zeros.
     """
 
     dims: tuple[DimLabel, ...]
@@ -103,7 +105,9 @@ def normal(dim: DimLabel) -> DimLabel:
 
 
 def regroup(dims: Sequence[DimLabel], shape: Sequence[Size]) -> tuple[DimLabel, ...] | None:
-    """The labels of a tensor's dimensions after a view to *shape*; ``None`` if that cuts through experts or tokens."""
+    """The labels of a tensor's dimensions after a view to *shape*; ``None`` if that cuts through
+    experts or tokens.
+    """
     queue = [factor for dim in dims for factor in dim]
     found: list[DimLabel] = []
     for size in shape:
@@ -136,8 +140,9 @@ def _quotient(whole: Size, part: Size) -> Size:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What sharding over ``count`` devices, which work on the tokens of ``sources`` devices, makes of sizes. ``bound`` is the room for tokens
-    on one device where that is no multiple of the ``tokens`` of one microbatch (both as in the body).
+    """What sharding over ``count`` devices, which work on the tokens of ``sources`` devices, makes
+    of sizes. ``bound`` is the room for tokens on one device where that is no multiple of the
+    ``tokens`` of one microbatch (both as in the body).
     """
 
     count: int

@@ -1,5 +1,5 @@
-"""Exchange the experts' tokens within a group, some or all of whose members hold the experts in equal parts and some or all of which have
-tokens for them.
+"""Exchange the experts' tokens within a group, some or all of whose members hold the experts in
+equal parts and some or all of which have tokens for them.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,9 @@ from piper.ops.bucket import BucketCollective, Collect
 
 
 class Ends(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """The positions, ascending, of a group's members that hold the parts of the experts, in order, and of those that have tokens."""
+    """The positions, ascending, of a group's members that hold the parts of the experts, in order,
+    and of those that have tokens.
+    """
 
     holders: tuple[int, ...]
     sources: tuple[int, ...]
@@ -46,11 +48,12 @@ class _Exchange(Work, frozen=True):
 
 @work
 class AllToAll(_Exchange, frozen=True, kw_only=True):
-    """Every holder gets the tokens of its experts: with n holders and s sources, ``[E, C, …]`` on each source becomes ``[E/n, s·C, …]`` on
-    each holder; ``back``: the inverse.
+    """Every holder gets the tokens of its experts: with n holders and s sources, ``[E, C, …]`` on
+    each source becomes ``[E/n, s·C, …]`` on each holder; ``back``: the inverse.
 
-    ``sizes`` are the sizes of the whole tensor on one source once dimensions that are merged are taken apart (-1: the tokens'), in
-    which ``expert_dim`` and ``token_dim`` are the experts' and the tokens' positions.
+    ``sizes`` are the sizes of the whole tensor on one source once dimensions that are merged are
+    taken apart (-1: the tokens'), in which ``expert_dim`` and ``token_dim`` are the experts' and
+    the tokens' positions.
     """
 
     sizes: tuple[int, ...]
@@ -72,8 +75,9 @@ class AllToAll(_Exchange, frozen=True, kw_only=True):
 class AllToAllCounts(_Exchange, frozen=True):
     """The sources tell the holders how many tokens they have for each expert.
 
-    Input, on each of s sources: ``counts[E]`` (int64). Outputs, on each of n holders: ``[s, E/n]``, by sender the counts for the holder's
-    experts, and ``[E/n]``, its sum over the senders. There is no way back.
+    Input, on each of s sources: ``counts[E]`` (int64). Outputs, on each of n holders: ``[s, E/n]``,
+    by sender the counts for the holder's experts, and ``[E/n]``, its sum over the senders. There is
+    no way back.
     """
 
     def lower(self, site: Site) -> Instruction:
@@ -82,12 +86,14 @@ class AllToAllCounts(_Exchange, frozen=True):
 
 @work
 class AllToAllRows(_Exchange, frozen=True):
-    """Every holder gets the rows of its experts, however many: ``[N, …]``, sorted by expert, becomes ``[bound, …]``, sorted by expert, then
-    by sender, with zeros at the end; ``back``: the inverse.
+    """Every holder gets the rows of its experts, however many: ``[N, …]``, sorted by expert,
+    becomes ``[bound, …]``, sorted by expert, then by sender, with zeros at the end; ``back``: the
+    inverse.
 
-    With ``complete`` it is an error if the counts are of fewer than all rows (those behind come back as zeros). Inputs: the rows, the
-    sources' own counts ``[E]``, and what :class:`AllToAllCounts` made of them on the holders, ``[s, E/n]``. The receiving shape is
-    the memory bound: more rows than it has are an error.
+    With ``complete`` it is an error if the counts are of fewer than all rows (those behind come
+    back as zeros). Inputs: the rows, the sources' own counts ``[E]``, and what
+    :class:`AllToAllCounts` made of them on the holders, ``[s, E/n]``. The receiving shape is the
+    memory bound: more rows than it has are an error.
     """
 
     complete: bool = False
@@ -116,7 +122,8 @@ class _ExchangeInstruction(BucketCollective, frozen=True, kw_only=True):
         meeting = super().rendezvous()
         if self.ends is None:
             return meeting
-        # A message is what one receiver gets of all senders; a sender has such a share for every receiver.
+        # A message is what one receiver gets of all senders; a sender has such a share for every
+        # receiver.
         senders, receivers = len(self.ends.sources), len(self.ends.holders)
         if self.back:
             senders, receivers = receivers, senders
@@ -130,8 +137,8 @@ class _ExchangeInstruction(BucketCollective, frozen=True, kw_only=True):
         taken: Sequence[int],
         given: Sequence[int],
     ) -> Handle:
-        """Send ``given[i]`` elements of *flat* to receiver number i, receive ``taken[j]`` from sender number j (either is empty on a member that
-        does not send, or not receive).
+        """Send ``given[i]`` elements of *flat* to receiver number i, receive ``taken[j]`` from
+        sender number j (either is empty on a member that does not send, or not receive).
         """
         senders, receivers = (
             (self.holders, self.sources) if self.back else (self.sources, self.holders)
@@ -145,7 +152,9 @@ class _ExchangeInstruction(BucketCollective, frozen=True, kw_only=True):
 
 @instruction
 class ExchangeExperts(_ExchangeInstruction, frozen=True, kw_only=True):
-    """Send each holder its experts' part of a tensor (``back``: each source the tokens that came from it)."""
+    """Send each holder its experts' part of a tensor (``back``: each source the tokens that came
+    from it).
+    """
 
     role: ClassVar[str] = "all_to_all"
 
@@ -214,7 +223,9 @@ class ExchangeExperts(_ExchangeInstruction, frozen=True, kw_only=True):
 
     @property
     def dims(self) -> tuple[int, int]:
-        """The dimensions along which a tensor is cut into parts and along which those that arrive are joined."""
+        """The dimensions along which a tensor is cut into parts and along which those that arrive
+        are joined.
+        """
         both = self.expert_dim, self.token_dim
         return both[::-1] if self.back else both
 
@@ -257,10 +268,11 @@ class ExchangeCounts(_ExchangeInstruction, frozen=True, kw_only=True):
 
 @instruction
 class ExchangeRows(_ExchangeInstruction, frozen=True, kw_only=True):
-    """Send each holder its experts' rows (``back``: each source the rows that came from it). Inputs: on who sends the rows, on sources their own
-    counts, on holders the counts by sender.
+    """Send each holder its experts' rows (``back``: each source the rows that came from it).
+    Inputs: on who sends the rows, on sources their own counts, on holders the counts by sender.
 
-    Waits for the counts, which say how much to send and to receive. Raises :class:`RunError` for more rows than there is room for.
+    Waits for the counts, which say how much to send and to receive. Raises :class:`RunError` for
+    more rows than there is room for.
     """
 
     role: ClassVar[str] = "all_to_all_rows"

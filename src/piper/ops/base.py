@@ -1,12 +1,13 @@
 """What an operation is, at its two levels, and the protocols that it executes against.
 
-At the level of the training DAG an operation is a :class:`Work`: what one node does. At the level of a
-plan it is an :class:`Instruction`: what one device does at one point of one stream. One file of this
-folder per operation holds both; importing the folder registers them by ``kind``.
+At the level of the training DAG an operation is a :class:`Work`: what one node does. At the level
+of a plan it is an :class:`Instruction`: what one device does at one point of one stream. One file
+of this folder per operation holds both; importing the folder registers them by ``kind``.
 
-A device plan is one list of instructions in *issue order*. Each runs on a stream; work on one stream
-runs in issue order; across streams only a ``Wait`` orders. An instruction may *record* an event, its completion.
-The compute stream's instructions are done, on a CPU, when issued; communication is in flight until waited for.
+A device plan is one list of instructions in *issue order*. Each runs on a stream; work on one
+stream runs in issue order; across streams only a ``Wait`` orders. An instruction may *record* an
+event, its completion. The compute stream's instructions are done, on a CPU, when issued;
+communication is in flight until waited for.
 
 This layer is free of torch: a tensor is an opaque :class:`Tensor`.
 """
@@ -38,8 +39,8 @@ class Tensor(Protocol):
     """A device's tensor; only devices, communicators and chunk functions look inside."""
 
 
-# `gc=False`, here and in the DAG: frozen data of which there are hundreds of thousands; it holds no cycles,
-# so the collector need not walk over it.
+# `gc=False`, here and in the DAG: frozen data of which there are hundreds of thousands; it holds no
+# cycles, so the collector need not walk over it.
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Shape (bound sizes) and element type of what one message carries."""
 
@@ -63,8 +64,9 @@ class Handle(Protocol):
     def wait(self) -> None:
         """Block until complete and its results are in place.
 
-        Raises :class:`~piper.errors.CommunicationError` when the peer is gone, the message is malformed or does not
-        have the expected shape and type, or a time limit passes; :class:`~piper.errors.AbortedError` when the run was aborted.
+        Raises :class:`~piper.errors.CommunicationError` when the peer is gone, the message is
+        malformed or does not have the expected shape and type, or a time limit passes;
+        :class:`~piper.errors.AbortedError` when the run was aborted.
         """
 
     def done(self) -> bool:
@@ -74,9 +76,9 @@ class Handle(Protocol):
 class Communicator(Protocol):
     """Ordered communication among ``size`` members; this process is number ``rank`` of them.
 
-    All calls return at once; completion is the handle's. Buffers belong to the communicator until then.
-    Messages between two members are matched in order. Collectives must be called by all members in one order.
-    Flat means one-dimensional and contiguous.
+    All calls return at once; completion is the handle's. Buffers belong to the communicator until
+    then. Messages between two members are matched in order. Collectives must be called by all
+    members in one order. Flat means one-dimensional and contiguous.
     """
 
     rank: int
@@ -107,19 +109,21 @@ class Communicator(Protocol):
 
 
 ChunkFunction: TypeAlias = Callable[[list[Tensor], "RandomKey | None"], Sequence[Tensor]]
-"""A body as code: ``(inputs, random key) -> outputs``. Pure, but empties the list, so that inputs which nobody else holds are given
-up after their last use."""
+"""A body as code: ``(inputs, random key) -> outputs``. Pure, but empties the list, so that inputs
+which nobody else holds are given up after their last use.
+"""
 
 AddingFunction: TypeAlias = Callable[
     [list[Tensor], "RandomKey | None", Sequence[Tensor]], Sequence[Tensor]
 ]
-"""``(inputs, random key, totals) -> outputs``: a body that adds some of its outputs to *totals*, in place, as it makes them, and returns
-the others."""
+"""``(inputs, random key, totals) -> outputs``: a body that adds some of its outputs to *totals*, in
+place, as it makes them, and returns the others.
+"""
 
 
 class RandomKey(msgspec.Struct, frozen=True):
-    """What a chunk's random streams are derived from: the run's seed, the step, the global microbatch, and for each ``rng`` slot of the
-    body the ordinal of its op in the captured graph.
+    """What a chunk's random streams are derived from: the run's seed, the step, the global
+    microbatch, and for each ``rng`` slot of the body the ordinal of its op in the captured graph.
     """
 
     seed: int
@@ -137,21 +141,27 @@ class Device(Protocol):
         shapes: Sequence[tuple[int, ...]],
         dtype: DType | None = None,
     ) -> Tensor:
-        """A new flat tensor holding the elements of *tensors*, one after the other, converted to *dtype* if given."""
+        """A new flat tensor holding the elements of *tensors*, one after the other, converted to
+        *dtype* if given.
+        """
 
     def unflatten(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
         """Views of *flat* with the given shapes, one after the other."""
 
     def pack_shards(self, tensors: Sequence[Tensor], count: int) -> Tensor:
-        """A new flat tensor of *count* equal parts; part i holds the i-th slice of each tensor, one after the other.
+        """A new flat tensor of *count* equal parts; part i holds the i-th slice of each tensor, one
+        after the other.
 
-        A tensor's slices are its flattened elements, padded with zeros, cut into *count* equal runs.
+        A tensor's slices are its flattened elements, padded with zeros, cut into *count* equal
+        runs.
         """
 
     def unpack_shards(
         self, flat: Tensor, shapes: Sequence[tuple[int, ...]], count: int
     ) -> Sequence[Tensor]:
-        """The inverse of :meth:`pack_shards`: tensors of the given shapes, views of *flat* where possible."""
+        """The inverse of :meth:`pack_shards`: tensors of the given shapes, views of *flat* where
+        possible.
+        """
 
     def split_parts(
         self,
@@ -161,14 +171,16 @@ class Device(Protocol):
         count: int,
         last: int | None = None,
     ) -> Tensor:
-        """A new flat tensor: *tensor*, reshaped to *sizes* (-1: what is left), cut into *count* equal parts along *dim*, one part after
-        the other; part number *last*, if given, comes last.
+        """A new flat tensor: *tensor*, reshaped to *sizes* (-1: what is left), cut into *count*
+        equal parts along *dim*, one part after the other; part number *last*, if given, comes last.
         """
 
     def join_parts(
         self, parts: Sequence[Tensor], sizes: tuple[int, ...], dim: int, shape: tuple[int, ...]
     ) -> Tensor:
-        """A new tensor: flat *parts*, each of *sizes* (-1: what is left), joined along *dim*, reshaped to *shape*."""
+        """A new tensor: flat *parts*, each of *sizes* (-1: what is left), joined along *dim*,
+        reshaped to *shape*.
+        """
 
     def sum_rows(self, tensor: Tensor) -> Tensor:
         """A new tensor: the sum over the first dimension."""
@@ -185,12 +197,15 @@ class Device(Protocol):
     def rows_by_expert(
         self, flat: Tensor, received: Sequence[Sequence[int]], shape: tuple[int, ...]
     ) -> Tensor:
-        """A tensor of *shape* that holds the rows in *flat*, which are sorted by sender, then expert, sorted by expert, then sender; then
-        zeros. ``received[s][e]`` is the number of rows of sender s for expert e.
+        """A tensor of *shape* that holds the rows in *flat*, which are sorted by sender, then
+        expert, sorted by expert, then sender; then zeros. ``received[s][e]`` is the number of rows
+        of sender s for expert e.
         """
 
     def rows_by_sender(self, rows: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
-        """The inverse of :meth:`rows_by_expert`: the rows, sorted by sender, then expert, flat, without what is behind them."""
+        """The inverse of :meth:`rows_by_expert`: the rows, sorted by sender, then expert, flat,
+        without what is behind them.
+        """
 
     def empty(self, numel: int, dtype: DType) -> Tensor:
         """A new flat tensor with undefined contents."""
@@ -217,8 +232,8 @@ class Device(Protocol):
         """Overwrite *a* by zeros."""
 
     def norm_part(self, tensors: Sequence[Tensor], divisor: Tensor | None, op: ReduceOp) -> Tensor:
-        """A new float64 scalar: the sum of the squares of all elements, or the largest magnitude; each element is first divided
-        by the scalar *divisor*, if given. 0 of no elements.
+        """A new float64 scalar: the sum of the squares of all elements, or the largest magnitude;
+        each element is first divided by the scalar *divisor*, if given. 0 of no elements.
         """
 
     def norm_sum(self, parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
@@ -228,15 +243,17 @@ class Device(Protocol):
         """A new float64 scalar: the norm of which *part* is the only part."""
 
     def to_host(self, tensors: Sequence[Tensor], stream: Stream) -> tuple[Sequence[Tensor], Handle]:
-        """Begin, on *stream*, to copy *tensors* into host memory; what stands for each there, with its contents once the handle
-        completes. Tensors that share memory are copied once, as a whole. They must be kept until then.
+        """Begin, on *stream*, to copy *tensors* into host memory; what stands for each there, with
+        its contents once the handle completes. Tensors that share memory are copied once, as a
+        whole. They must be kept until then.
         """
 
     def from_host(
         self, copies: Sequence[Tensor], stream: Stream
     ) -> tuple[Sequence[Tensor], Handle]:
-        """Begin, on *stream*, to copy back what :meth:`to_host` made: new tensors with the contents (once the handle completes),
-        shapes, strides and sharing of the old ones. The copies may be given up as soon as this returns.
+        """Begin, on *stream*, to copy back what :meth:`to_host` made: new tensors with the contents
+        (once the handle completes), shapes, strides and sharing of the old ones. The copies may be
+        given up as soon as this returns.
         """
 
     def on_stream(
@@ -247,22 +264,28 @@ class Device(Protocol):
         *,
         asynchronous: bool,
     ) -> Callable[[], None]:
-        """Wrap *launch* so that it runs on *stream* after what was issued there before, and records event *record*.
+        """Wrap *launch* so that it runs on *stream* after what was issued there before, and records
+        event *record*.
 
-        An event has happened when everything issued on its stream up to there is complete. *asynchronous*: *launch* returns a handle.
-        Called once per instruction, in issue order, before any closure runs.
+        An event has happened when everything issued on its stream up to there is complete.
+        *asynchronous*: *launch* returns a handle. Called once per instruction, in issue order,
+        before any closure runs.
         """
 
     def waiter(self, stream: Stream, event: EventId) -> Callable[[], None] | None:
-        """A closure that makes *stream* wait for *event*; ``None`` if on this device there is nothing to do."""
+        """A closure that makes *stream* wait for *event*; ``None`` if on this device there is
+        nothing to do.
+        """
 
     def after_stream(self, stream: Stream) -> Callable[[], None] | None:
-        """A closure that lets what is issued next on *stream* use the results of what was issued there before;
-        ``None`` if the device's streams see to that themselves.
+        """A closure that lets what is issued next on *stream* use the results of what was issued
+        there before; ``None`` if the device's streams see to that themselves.
         """
 
     def releaser(self, stream: Stream) -> Callable[[Tensor], None] | None:
-        """A function to call on a tensor that *stream* is the last to use, before it is given up; ``None`` if none is needed."""
+        """A function to call on a tensor that *stream* is the last to use, before it is given up;
+        ``None`` if none is needed.
+        """
 
     def synchronize(self) -> None:
         """Wait for everything in flight; raise what failed."""
@@ -280,13 +303,16 @@ class State(Protocol):
         *,
         only_finite: bool = False,
     ) -> None:
-        """Give the named parameters their gradients (each divided by the scalar *scale* if given, then clipped to *max_norm* if
-        given, *norm* being that of all parameters' gradients) and let the optimizer update them.
-        Parameters that are not named are left alone; all are, if *only_finite* and *norm* is not finite.
+        """Give the named parameters their gradients (each divided by the scalar *scale* if given,
+        then clipped to *max_norm* if given, *norm* being that of all parameters' gradients) and let
+        the optimizer update them. Parameters that are not named are left alone; all are, if
+        *only_finite* and *norm* is not finite.
         """
 
     def write_buffer(self, name: str, value: Tensor, replicas: int = 1) -> None:
-        """Store a buffer's new value (copied in place): *value* less ``replicas - 1`` times the old one."""
+        """Store a buffer's new value (copied in place): *value* less ``replicas - 1`` times the old
+        one.
+        """
 
 
 class StepContext(Protocol):
@@ -296,10 +322,14 @@ class StepContext(Protocol):
     seed: int
 
     def batch_leaf(self, index: int, microbatch: int) -> Tensor:
-        """The rows of global microbatch number *microbatch* of batch leaf *index*, on the device."""
+        """The rows of global microbatch number *microbatch* of batch leaf *index*, on the
+        device.
+        """
 
     def report(self, name: str, microbatch: int, value: Tensor) -> None:
-        """Hand a scalar (a microbatch's loss or loss weight, the gradient's norm) to the driver. *microbatch* is the global number."""
+        """Hand a scalar (a microbatch's loss or loss weight, the gradient's norm) to the driver.
+        *microbatch* is the global number.
+        """
 
 
 class Runtime(Protocol):
@@ -328,7 +358,9 @@ class Work(
     tag_field="kind",
     tag=snake_case,
 ):
-    """What a node of the training DAG does. Subclasses are data; ``kind`` is the snake-case class name."""
+    """What a node of the training DAG does. Subclasses are data; ``kind`` is the snake-case class
+    name.
+    """
 
     @property
     def kind(self) -> str:
@@ -336,20 +368,27 @@ class Work(
         return str(self.__struct_config__.tag)
 
     def overwrites(self) -> tuple[tuple[str, str], ...]:
-        """Model state that the node changes: pairs of a value's role (``parameter``, ``shard``, ``buffer``, ``kept``) and name."""
+        """Model state that the node changes: pairs of a value's role (``parameter``, ``shard``,
+        ``buffer``, ``kept``) and name.
+        """
         return ()
 
     @property
     def early(self) -> bool:
-        """Whether a communication may start long before it is needed, since it reads nothing but state, or what was put aside."""
+        """Whether a communication may start long before it is needed, since it reads nothing but
+        state, or what was put aside.
+        """
         return False
 
     @property
     def releases_late(self) -> bool:
-        """Whether the inputs of a communication must outlive it: they are given up by the stream that computes, some time later."""
+        """Whether the inputs of a communication must outlive it: they are given up by the stream
+        that computes, some time later.
+        """
         return False
 
-    # The rest concerns communication; a group is the tuple of devices that communicate with each other.
+    # The rest concerns communication; a group is the tuple of devices that communicate with each
+    # other.
 
     def consumes(self, position: int) -> bool:  # noqa: ARG002
         """Whether the group's member number *position* contributes the node's inputs."""
@@ -360,7 +399,9 @@ class Work(
         return True
 
     def communicator(self, stream: Stream, group: tuple[DeviceId, ...]) -> CommunicatorId:
-        """The communicator of one group; empty if nothing leaves the device. What may be in flight at once must not share one."""
+        """The communicator of one group; empty if nothing leaves the device. What may be in flight
+        at once must not share one.
+        """
         return f"{self.kind}:{stream}:{','.join(str(d) for d in group)}"
 
     def stream(self, stream: Stream, group: tuple[DeviceId, ...]) -> Stream:  # noqa: ARG002
@@ -368,15 +409,17 @@ class Work(
         return stream
 
     def lower(self, site: "Site") -> "Instruction":
-        """The one instruction that the member at *site* executes for a communication, or a device for :class:`LocalWork`."""
+        """The one instruction that the member at *site* executes for a communication, or a device
+        for :class:`LocalWork`.
+        """
         raise NotImplementedError
 
 
 class LocalWork(Work, frozen=True):
     """Work of a derived chunk that is one instruction on each of its devices.
 
-    Its site has no communicator; the inputs are those that live on the device, the outputs the chunk's own and then the state that it
-    overwrites.
+    Its site has no communicator; the inputs are those that live on the device, the outputs the
+    chunk's own and then the state that it overwrites.
     """
 
 
@@ -392,9 +435,11 @@ def shard_length(shape: tuple[int, ...], count: int) -> int:
 
 
 class Site(msgspec.Struct, frozen=True, gc=False):
-    """One member of one group of a communication node, or one device of a chunk, as the planner sees it.
+    """One member of one group of a communication node, or one device of a chunk, as the planner
+    sees it.
 
-    ``inputs`` and ``outputs`` are the slots of the values that this member contributes and receives; ``messages`` are the outputs'.
+    ``inputs`` and ``outputs`` are the slots of the values that this member contributes and
+    receives; ``messages`` are the outputs'.
     """
 
     node: NodeId
@@ -411,9 +456,10 @@ class Site(msgspec.Struct, frozen=True, gc=False):
 class Rendezvous(msgspec.Struct, frozen=True, gc=False):
     """How an instruction meets its peers.
 
-    ``role`` is ``send``, ``receive`` or the collective's kind; ``members`` are the devices that must meet (for a message: sender,
-    receiver); ``messages`` is what crosses (equal on all sides). ``busiest`` is the number of bytes that the member with most to do sends or
-    receives, where that is not what each has afterwards (0: it is).
+    ``role`` is ``send``, ``receive`` or the collective's kind; ``members`` are the devices that
+    must meet (for a message: sender, receiver); ``messages`` is what crosses (equal on all sides).
+    ``busiest`` is the number of bytes that the member with most to do sends or receives, where that
+    is not what each has afterwards (0: it is).
     """
 
     communicator: CommunicatorId
@@ -439,15 +485,16 @@ class Instruction(
 ):
     """One instruction of a device plan.
 
-    ``node`` is the DAG node that it came from (-1: none). ``stream`` is where it runs. ``record`` is the event that
-    its completion signals, if anything waits for it.
+    ``node`` is the DAG node that it came from (-1: none). ``stream`` is where it runs. ``record``
+    is the event that its completion signals, if anything waits for it.
     """
 
     node: NodeId
     stream: Stream
     record: EventId | None = None
 
-    # Communication stays in flight after it was issued; all else is complete when its stream gets past it.
+    # Communication stays in flight after it was issued; all else is complete when its stream gets
+    # past it.
     asynchronous: ClassVar[bool] = False
 
     @property
@@ -472,7 +519,9 @@ class Instruction(
         return None
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None] | None:
-        """Code that issues it, closed over *runtime*; ``None`` when there is nothing to do on this device."""
+        """Code that issues it, closed over *runtime*; ``None`` when there is nothing to do on this
+        device.
+        """
         raise NotImplementedError
 
     def bind_last(
@@ -481,8 +530,9 @@ class Instruction(
         dying: frozenset[Slot],  # noqa: ARG002 (for subclasses)
         added: Mapping[Slot, Slot],  # noqa: ARG002 (for subclasses)
     ) -> Callable[[], Handle | None] | None:
-        """Like :meth:`bind`, where the plan frees the slots *dying* right after it: it may empty them earlier. Chunks add those of their
-        outputs that are in *added* to what is in the slots that it names, and fill no slots of their own with them.
+        """Like :meth:`bind`, where the plan frees the slots *dying* right after it: it may empty
+        them earlier. Chunks add those of their outputs that are in *added* to what is in the slots
+        that it names, and fill no slots of their own with them.
         """
         return self.bind(runtime)
 

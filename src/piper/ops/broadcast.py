@@ -19,7 +19,9 @@ from piper.ops.bucket import BucketCollective, Collect
 
 @work
 class Broadcast(Work, frozen=True):
-    """Output i is, on every member, the first member's i-th input. All of one element type. The other members need have no inputs."""
+    """Output i is, on every member, the first member's i-th input. All of one element type. The
+    other members need have no inputs.
+    """
 
     def lower(self, site: Site) -> Instruction:
         return BroadcastBucket.at(site)

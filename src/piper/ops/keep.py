@@ -17,8 +17,8 @@ from piper.ops.base import (
 
 
 class _Kept(LocalWork, frozen=True):
-    """Inputs: one gradient per name, as far as the device has summed it itself; then, if ``scaled``, the scalar that all are divided by; then
-    what is kept of each.
+    """Inputs: one gradient per name, as far as the device has summed it itself; then, if
+    ``scaled``, the scalar that all are divided by; then what is kept of each.
     """
 
     parameters: tuple[str, ...]

@@ -1,7 +1,8 @@
-"""How much memory each device needs for a step, from the plan alone: see :mod:`piper.plan.memory` for what is counted.
+"""How much memory each device needs for a step, from the plan alone: see :mod:`piper.plan.memory`
+for what is counted.
 
-Every instruction is followed in issue order as the CPU's device executes it. Chunks are not run: their bodies say which
-outputs are views of what.
+Every instruction is followed in issue order as the CPU's device executes it. Chunks are not run:
+their bodies say which outputs are views of what.
 """
 
 import math
@@ -32,7 +33,9 @@ from piper.plan.model import DevicePlan, Plan
 __all__ = ["Category", "DeviceMemory", "account", "adam_bytes", "gloo_frame"]
 
 OptimizerBytes: TypeAlias = Callable[[int], int] | float
-"""Bytes of optimizer state for a trained tensor of so many bytes (a slice, if the device holds one), or a factor."""
+"""Bytes of optimizer state for a trained tensor of so many bytes (a slice, if the device holds
+one), or a factor.
+"""
 
 
 def adam_bytes(nbytes: int) -> int:
@@ -41,7 +44,9 @@ def adam_bytes(nbytes: int) -> int:
 
 
 def gloo_frame(nbytes: int) -> int:
-    """Bytes of the frame that carries a message of *nbytes* over gloo: padded to 8 bytes, then 72 of trailer."""
+    """Bytes of the frame that carries a message of *nbytes* over gloo: padded to 8 bytes, then 72
+    of trailer.
+    """
     return -(-nbytes // 8) * 8 + 72
 
 
@@ -51,10 +56,12 @@ def account(
     *,
     frame_bytes: Callable[[int], int] = int,
 ) -> tuple[DeviceMemory, ...]:
-    """The memory of each device, in device order, during a step in which the optimizer's state exists already.
+    """The memory of each device, in device order, during a step in which the optimizer's state
+    exists already.
 
-    *frame_bytes* says how many bytes carry a point-to-point message of so many; by default just these (in process), over
-    gloo :func:`gloo_frame`. Without *optimizer_bytes* the optimizer's state is not counted.
+    *frame_bytes* says how many bytes carry a point-to-point message of so many; by default just
+    these (in process), over gloo :func:`gloo_frame`. Without *optimizer_bytes* the optimizer's
+    state is not counted.
     """
     if callable(optimizer_bytes):
         of_optimizer = optimizer_bytes
@@ -68,7 +75,9 @@ def account(
 
 
 class _Storage:
-    """One allocation; ``holders`` counts, per category, the slots and the communication that keep it alive."""
+    """One allocation; ``holders`` counts, per category, the slots and the communication that keep
+    it alive.
+    """
 
     __slots__ = ("holders", "nbytes")
 
@@ -116,7 +125,9 @@ class _Ledger:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """Communication in flight: what it keeps alive (as what), and the slots that it fills on completion."""
+    """Communication in flight: what it keeps alive (as what), and the slots that it fills on
+    completion.
+    """
 
     keeps: tuple[_Storage, ...]
     fills: tuple[tuple[Slot, _Storage], ...] = ()
@@ -207,7 +218,9 @@ class _Walk:
             self.ledger.hold(_Storage(nbytes), Category.SHARDS)
 
     def _trained(self) -> Iterable[int]:
-        """Bytes of each tensor that the optimizer updates: a parameter, or its slice without padding."""
+        """Bytes of each tensor that the optimizer updates: a parameter, or its slice without
+        padding.
+        """
         for instruction in self.mine.instructions:
             if not isinstance(instruction, OptimizerStep):
                 continue
@@ -280,7 +293,9 @@ class _Walk:
                 self._make(total)
 
     def _dying(self, position: int) -> set[Slot]:
-        """The slots that are freed right after an instruction, on its stream: a chunk gives these inputs up itself."""
+        """The slots that are freed right after an instruction, on its stream: a chunk gives these
+        inputs up itself.
+        """
         instructions = self.mine.instructions
         stream, found = instructions[position].stream, set[Slot]()
         for following in islice(instructions, position + 1, None):
@@ -291,7 +306,9 @@ class _Walk:
         return found
 
     def _loaded(self, instruction: LoadInput) -> _Storage:
-        """A microbatch is a view of the batch where it is cut along the first dimension, or not at all."""
+        """A microbatch is a view of the batch where it is cut along the first dimension, or not at
+        all.
+        """
         (leaf,) = (leaf for leaf in self.plan.dag.batch if leaf.index == instruction.leaf)
         return _Storage(instruction.message.nbytes if leaf.batch_dim else 0)
 
@@ -340,7 +357,9 @@ class _Walk:
                 return _Flight((flat,), tuple((slot, flat) for slot in instruction.writes()))
 
     def _copy(self, inputs: Sequence[Slot], outputs: Sequence[Slot]) -> tuple[_Storage, ...]:
-        """Fill *outputs* with copies of the memory that *inputs* are in, each copied once; that memory."""
+        """Fill *outputs* with copies of the memory that *inputs* are in, each copied once; that
+        memory.
+        """
         copies: dict[int, tuple[_Storage, _Storage]] = {}
         for source, target in zip(inputs, outputs, strict=True):
             storage = self.slots[source]
@@ -349,7 +368,9 @@ class _Walk:
         return tuple(storage for storage, _ in copies.values())
 
     def _exchange_experts(self, instruction: ExchangeExperts) -> _Flight:
-        """A copy of what is sent; what is received, which is the result, or is put together with the device's own part of the copy."""
+        """A copy of what is sent; what is received, which is the result, or is put together with
+        the device's own part of the copy.
+        """
         nbytes, count = instruction.messages[0].nbytes, len(instruction.members)
         (slot,), (_, joined) = instruction.outputs, instruction.dims
         sent, result = _Storage(nbytes), _Storage(nbytes)
@@ -370,7 +391,8 @@ class _Walk:
         """At most the bytes that a member sends and receives."""
         largest = instruction.messages[0].nbytes
         if instruction.ends is None:
-            # How many rows are sent and received depends on the data: at most as many as the larger side has room for.
+            # How many rows are sent and received depends on the data: at most as many as the larger
+            # side has room for.
             if isinstance(instruction, ExchangeRows):
                 largest = max(largest, self._nbytes(instruction.inputs[0]))
             return largest, largest
@@ -396,7 +418,9 @@ class _Walk:
         return _Flight((mine, whole), tuple(zip(instruction.outputs, made, strict=True)))
 
     def _settle(self, queue: _Queue, instruction: Instruction) -> None:
-        """What touches a slot that is being filled on its own stream waits for all that is in flight there."""
+        """What touches a slot that is being filled on its own stream waits for all that is in
+        flight there.
+        """
         touched = (*instruction.reads(), *instruction.writes(), *instruction.frees())
         if not queue.unsettled.isdisjoint(touched):
             queue.unsettled.clear()

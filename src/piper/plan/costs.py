@@ -1,7 +1,7 @@
 """How long things take: what the simulator, and on request the planner, believe.
 
-Three kinds: :class:`UnitCosts` counts in forwards, :class:`Hardware` estimates from the data sheet of a device,
-:class:`~piper.plan.profile.Profile` remembers measurements.
+Three kinds: :class:`UnitCosts` counts in forwards, :class:`Hardware` estimates from the data sheet
+of a device, :class:`~piper.plan.profile.Profile` remembers measurements.
 """
 
 from collections.abc import Mapping
@@ -19,16 +19,19 @@ from piper.plan.work import BodyWork, body_work
 COPIES = frozenset({"send", "post_receive"})
 
 ADDED = "added"
-"""What an ``Accumulate`` is called for :meth:`Costs.local` if chunks do all of it: see :mod:`piper.plan.added`."""
+"""What an ``Accumulate`` is called for :meth:`Costs.local` if chunks do all of it: see
+:mod:`piper.plan.added`.
+"""
 
 
 class Costs(Protocol):
     """Durations in seconds (:class:`UnitCosts`: in forwards).
 
-    ``host_blocks``: the device computes where it is told to, as a CPU does: one instruction after the other, and a wait stops
-    all that follows. Else the host runs ahead, and each stream goes its own way. ``launch`` is what the host needs per instruction.
-    ``peak_flops`` is what one device could do per second, ``None`` where nothing is known. ``contention``: whether communication and computation
-    hold each other up; ``None``: they do not.
+    ``host_blocks``: the device computes where it is told to, as a CPU does: one instruction after
+    the other, and a wait stops all that follows. Else the host runs ahead, and each stream goes its
+    own way. ``launch`` is what the host needs per instruction. ``peak_flops`` is what one device
+    could do per second, ``None`` where nothing is known. ``contention``: whether communication and
+    computation hold each other up; ``None``: they do not.
     """
 
     @property
@@ -56,18 +59,24 @@ class Costs(Protocol):
         """
 
     def local(self, op: str, nbytes: int) -> float:
-        """Seconds of any other instruction ``op`` that reads and writes *nbytes*; of communication, of what is done before it is issued."""
+        """Seconds of any other instruction ``op`` that reads and writes *nbytes*; of communication,
+        of what is done before it is issued.
+        """
 
     def issue(self, role: str, members: int, nbytes: int) -> float:
         """Seconds until the host has issued communication of *nbytes* in all, and goes on."""
 
     def unpack(self, op: str, nbytes: int) -> float:
-        """Seconds that a host spends on what communication ``op`` brought, once it has waited for it; *nbytes* as for :meth:`local`."""
+        """Seconds that a host spends on what communication ``op`` brought, once it has waited for
+        it; *nbytes* as for :meth:`local`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """Chunks by their pass, in units of one forward of a stage; all else takes no time. Schedules are usually drawn so."""
+    """Chunks by their pass, in units of one forward of a stage; all else takes no time. Schedules
+    are usually drawn so.
+    """
 
     forward: float = 1.0
     backward: float = 2.0
@@ -108,11 +117,12 @@ class UnitCosts:
 class Hardware:
     """A device by its data sheet.
 
-    ``flops`` is the peak per element type of products (a type that is not listed computes like the slowest), ``memory`` bytes per
-    second. Products reach ``efficiency`` of the peak and ``memory_efficiency`` of the bandwidth; each operator call takes ``call`` seconds at
-    least, a call as long as the longer of its arithmetic and its memory traffic.
-    ``topology`` is by default as many nodes of ``devices_per_node`` devices as there need to be, connected by ``intra`` and, with
-    one connection per ``devices_per_nic`` devices, ``inter``.
+    ``flops`` is the peak per element type of products (a type that is not listed computes like the
+    slowest), ``memory`` bytes per second. Products reach ``efficiency`` of the peak and
+    ``memory_efficiency`` of the bandwidth; each operator call takes ``call`` seconds at least, a
+    call as long as the longer of its arithmetic and its memory traffic. ``topology`` is by default
+    as many nodes of ``devices_per_node`` devices as there need to be, connected by ``intra`` and,
+    with one connection per ``devices_per_nic`` devices, ``inter``.
     """
 
     name: str
@@ -165,7 +175,9 @@ class Hardware:
         )
 
     def local(self, op: str, nbytes: int) -> float:
-        """See :class:`Costs`. What is sent and received is not copied by devices other than CPUs."""
+        """See :class:`Costs`. What is sent and received is not copied by devices other than
+        CPUs.
+        """
         if op in COPIES and not self.host_blocks:
             return 0.0
         return self.call + nbytes / (self.memory * self.memory_efficiency)
@@ -216,12 +228,16 @@ PRESETS: Mapping[str, Hardware] = {
         peak_dtype=DType.FLOAT32,
     ),
 }
-"""Devices by name. NVIDIA's data sheets (SXM, 80 GB or 141 GB): dense peaks, NVLink per direction, one 200 or 400 Gbit/s
-adapter per GPU. CPU: one core of a server, gloo over loopback, 1 Gbit/s between machines."""
+"""Devices by name. NVIDIA's data sheets (SXM, 80 GB or 141 GB): dense peaks, NVLink per direction,
+one 200 or 400 Gbit/s adapter per GPU. CPU: one core of a server, gloo over loopback, 1 Gbit/s
+between machines.
+"""
 
 
 def hardware(name: str, topology: Topology | None = None) -> Hardware:
-    """The preset *name*, connected by *topology* if given. Raises :class:`ConfigError` for an unknown name."""
+    """The preset *name*, connected by *topology* if given. Raises :class:`ConfigError` for an
+    unknown name.
+    """
     for known, preset in PRESETS.items():
         if known.lower() == name.lower():
             return preset if topology is None else replace(preset, topology=topology)

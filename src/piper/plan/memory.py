@@ -89,7 +89,9 @@ class DeviceMemory:
 
 
 class Recorder:
-    """Makes a :class:`DeviceMemory`, one instruction after the other. Notes changes only: most instructions change one category or two."""
+    """Makes a :class:`DeviceMemory`, one instruction after the other. Notes changes only: most
+    instructions change one category or two.
+    """
 
     def __init__(self, device: DeviceId) -> None:
         self._device = device
@@ -133,7 +135,9 @@ class Recorder:
 
 
 class _Curve:
-    """A number after each of some instructions, kept where it changes; before it is first known it is what it is then."""
+    """A number after each of some instructions, kept where it changes; before it is first known it
+    is what it is then.
+    """
 
     def __init__(self) -> None:
         self._numbers: list[int] = []

@@ -1,4 +1,6 @@
-"""Measured durations, as a file: what ``piper profile`` writes and ``piper simulate --profile`` reads."""
+"""Measured durations, as a file: what ``piper profile`` writes and ``piper simulate --profile``
+reads.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +33,8 @@ _NOTHING = Rate(0.0, 0.0)
 
 
 class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Communication whose members have nothing else to do: seconds until a host has issued it, and from then until it is complete. The bytes
-    are those that each member has afterwards.
+    """Communication whose members have nothing else to do: seconds until a host has issued it, and
+    from then until it is complete. The bytes are those that each member has afterwards.
     """
 
     issue: Rate
@@ -124,7 +126,9 @@ class _Version(msgspec.Struct):
 
 
 def load_profile(path: str | Path) -> Profile:
-    """The profile in a file. Raises :class:`ConfigError` if there is none, for another version or malformed contents."""
+    """The profile in a file. Raises :class:`ConfigError` if there is none, for another version or
+    malformed contents.
+    """
     try:
         data = Path(path).read_bytes()
     except OSError as error:

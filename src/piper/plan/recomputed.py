@@ -13,8 +13,9 @@ _BACKWARD = (Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
 
 
 def recomputed_flops(dag: Dag, bindings: Mapping[str, int]) -> Mapping[NodeId, float]:
-    """Floating-point operations of each backward chunk that belong to its forward: where a region is recomputed, all that does not depend on a
-    gradient. Chunks that recompute nothing are left out.
+    """Floating-point operations of each backward chunk that belong to its forward: where a region
+    is recomputed, all that does not depend on a gradient. Chunks that recompute nothing are left
+    out.
     """
     if not any(chunk.recompute is not None for chunk in dag.chunks()):
         return {}
@@ -38,7 +39,9 @@ class _Finder:
         ] = {}  # by body and which inputs are gradients: FLOPs that need none, which outputs need one
 
     def look(self, node: Node) -> None:
-        """Find out which of the node's outputs depend on gradients; all nodes before it have been looked at."""
+        """Find out which of the node's outputs depend on gradients; all nodes before it have been
+        looked at.
+        """
         for value in node.inputs:
             if value not in self._gradients and value not in self.dag.producers:
                 self._gradients[value] = self.dag.values[value].role is Role.SEED

@@ -1,14 +1,17 @@
-"""Devices that do the same: what lets thousands of replicas be planned, verified and simulated once.
+"""Devices that do the same: what lets thousands of replicas be planned, verified and simulated
+once.
 
-A renaming of replicas (a permutation of their numbers, applied to all device groups alike) that maps every node's groups onto
-themselves is a symmetry of the training DAG. The planner treats devices alike but for where they stand in a node's groups, so a
-symmetry maps the program of each device onto that of another, with devices, communicators, replicas and slices renamed. Devices that
-symmetries map onto each other have one *role*. The program of one device stands for those of all: there is an execution in
-which all devices of a role go in step, and since completion never disables anything (see :mod:`piper.verify.deadlock`), it shows
-what every execution comes to.
+A renaming of replicas (a permutation of their numbers, applied to all device groups alike) that
+maps every node's groups onto themselves is a symmetry of the training DAG. The planner treats
+devices alike but for where they stand in a node's groups, so a symmetry maps the program of each
+device onto that of another, with devices, communicators, replicas and slices renamed. Devices that
+symmetries map onto each other have one *role*. The program of one device stands for those of all:
+there is an execution in which all devices of a role go in step, and since completion never disables
+anything (see :mod:`piper.verify.deadlock`), it shows what every execution comes to.
 
-Tried are exchanges of two replicas, which plain replication allows, and, where groups are rows or columns of a grid of the replicas (slices or
-experts shared within smaller groups), exchanges of two rows, and of two columns.
+Tried are exchanges of two replicas, which plain replication allows, and, where groups are rows or
+columns of a grid of the replicas (slices or experts shared within smaller groups), exchanges of two
+rows, and of two columns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,15 +34,17 @@ Renaming: TypeAlias = Sequence[int]
 """The new number of each replica."""
 
 Image: TypeAlias = tuple[Spot | None, frozenset[Spot]]
-"""A group of a node: the member that its place sets apart from the others (a sender, a root), and all members."""
+"""A group of a node: the member that its place sets apart from the others (a sender, a root), and
+all members.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
     """The roles of a DAG's devices, by first device, which is of the same replicas in every stage.
 
-    ``renamings`` has, for each replica that others stand for, the symmetry that maps the standing one onto it; ``spots`` and ``stages`` say
-    where devices are.
+    ``renamings`` has, for each replica that others stand for, the symmetry that maps the standing
+    one onto it; ``spots`` and ``stages`` say where devices are.
     """
 
     roles: tuple[tuple[DeviceId, ...], ...]
@@ -101,7 +106,9 @@ def find_roles(dag: Dag, num_devices: int) -> Roles:
 
 
 def _structures(dag: Dag, spots: Mapping[DeviceId, Spot]) -> tuple[list["_Structure"], list[int]]:
-    """The distinct sets of groups that a symmetry must preserve, and the sizes of groups that the replicas divide into."""
+    """The distinct sets of groups that a symmetry must preserve, and the sizes of groups that the
+    replicas divide into.
+    """
     found: dict[tuple[bool, tuple[DeviceGroup, ...]], None] = {}
     for node in dag.nodes.values():
         if isinstance(node, Comm):
@@ -156,7 +163,9 @@ class _Structure:
 
 
 class _Symmetries:
-    """The symmetries of *count* replicas, among those that are tried; *widths* are the sizes of smaller groups."""
+    """The symmetries of *count* replicas, among those that are tried; *widths* are the sizes of
+    smaller groups.
+    """
 
     def __init__(self, count: int, structures: Sequence[_Structure], widths: Sequence[int]) -> None:
         self._count, self._structures = count, structures
@@ -164,7 +173,9 @@ class _Symmetries:
         self._known: dict[tuple[_Digit, int, int], bool] = {}
 
     def mapping(self, one: int, other: int) -> Renaming | None:
-        """A symmetry that maps replica *one* onto *other*: their exchange, or of the rows, columns and so on of a grid in which they differ."""
+        """A symmetry that maps replica *one* onto *other*: their exchange, or of the rows, columns
+        and so on of a grid in which they differ.
+        """
         exchange = list(range(self._count))
         exchange[one], exchange[other] = other, one
         if self._is_symmetry(exchange):
@@ -194,7 +205,9 @@ class _Symmetries:
 
 @dataclass(frozen=True, slots=True)
 class _Digit:
-    """A digit of a replica's number, of *base* values, worth *weight*: its column or row in a grid."""
+    """A digit of a replica's number, of *base* values, worth *weight*: its column or row in a
+    grid.
+    """
 
     weight: int
     base: int
@@ -210,7 +223,9 @@ class _Digit:
 
 
 def _grids(count: int, widths: Sequence[int]) -> Iterator[tuple[_Digit, ...]]:
-    """How numbers below *count* are written as digits: as rows of each of *widths*, and of all at once that divide each other."""
+    """How numbers below *count* are written as digits: as rows of each of *widths*, and of all at
+    once that divide each other.
+    """
     nested: list[int] = []
     for width in widths:
         yield _digits(count, (width,))

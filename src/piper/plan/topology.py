@@ -11,7 +11,9 @@ from piper.errors import ConfigError
 from piper.ids import DeviceId
 
 Port: TypeAlias = tuple[str, int, int]
-"""One direction of one connection: ``("out" | "in", device, 0)`` within a node, ``("nic out" | "nic in", node, number)`` between nodes."""
+"""One direction of one connection: ``("out" | "in", device, 0)`` within a node, ``("nic out" | "nic
+in", node, number)`` between nodes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,9 @@ class Link:
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is left of the speed of two things that need one processor, each a fraction from 0 (exclusive) to 1 (nothing is lost): of a device's
-    local ``work`` while communication of its own is under way, of ``traffic`` while one of its members computes.
+    """What is left of the speed of two things that need one processor, each a fraction from 0
+    (exclusive) to 1 (nothing is lost): of a device's local ``work`` while communication of its own
+    is under way, of ``traffic`` while one of its members computes.
     """
 
     work: float
@@ -33,14 +36,17 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``nodes`` machines with ``devices_per_node`` devices each; device d is on node d // devices_per_node.
+    """``nodes`` machines with ``devices_per_node`` devices each; device d is on node d //
+    devices_per_node.
 
-    Every device has a connection of its own to the others of its node (``intra``). Every node has ``nics`` connections to
-    the other nodes (``inter`` each), which its devices share: device number i of a node uses number i · nics // devices_per_node. All are
-    full duplex. What goes through one port at once shares its bandwidth in equal parts.
+    Every device has a connection of its own to the others of its node (``intra``). Every node has
+    ``nics`` connections to the other nodes (``inter`` each), which its devices share: device number
+    i of a node uses number i · nics // devices_per_node. All are full duplex. What goes through one
+    port at once shares its bandwidth in equal parts.
 
-    ``collectives`` are measured ones, by kind and number of members: on an idle node one of n bytes takes the latency and n over the bandwidth.
-    They take the place of what :func:`traffic` computes otherwise.
+    ``collectives`` are measured ones, by kind and number of members: on an idle node one of n bytes
+    takes the latency and n over the bandwidth. They take the place of what :func:`traffic` computes
+    otherwise.
     """
 
     nodes: int
@@ -90,8 +96,8 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a message or collective asks of the links: after ``latency`` seconds, ``nbytes`` times the port's fraction through each of
-    ``ports``.
+    """What a message or collective asks of the links: after ``latency`` seconds, ``nbytes`` times
+    the port's fraction through each of ``ports``.
     """
 
     latency: float
@@ -100,11 +106,13 @@ class Traffic:
 
 
 def traffic(topology: Topology, role: str, members: Sequence[DeviceId], nbytes: float) -> Traffic:
-    """The traffic of one rendezvous whose messages have *nbytes* in all (what each member has afterwards).
+    """The traffic of one rendezvous whose messages have *nbytes* in all (what each member has
+    afterwards).
 
-    Collectives take the bandwidth of rings of the members, which is the least possible, and the latency of recursive
-    doubling (Thakur, Rabenseifner and Gropp, 2005): an all-reduce sends 2·(n − 1)/n of its bytes through each device's port in 2·⌈log2 n⌉
-    rounds, the others (n − 1)/n of the whole in ⌈log2 n⌉. Between nodes there are as many rings as each node has connections for the
+    Collectives take the bandwidth of rings of the members, which is the least possible, and the
+    latency of recursive doubling (Thakur, Rabenseifner and Gropp, 2005): an all-reduce sends 2·(n −
+    1)/n of its bytes through each device's port in 2·⌈log2 n⌉ rounds, the others (n − 1)/n of the
+    whole in ⌈log2 n⌉. Between nodes there are as many rings as each node has connections for the
     members on it, each with an equal part of the bytes.
     """
     if role in ("send", "receive"):
@@ -142,7 +150,9 @@ def traffic(topology: Topology, role: str, members: Sequence[DeviceId], nbytes: 
 
 
 def _measured(known: Mapping[int, Link], role: str, count: int) -> Link:
-    """The time of a collective of *count* members; of another number than was measured, in the proportions of :func:`traffic`."""
+    """The time of a collective of *count* members; of another number than was measured, in the
+    proportions of :func:`traffic`.
+    """
     nearest = min(known, key=lambda members: (abs(members - count), members))
     link, volume = known[nearest], _volume(role)
     more = volume(1.0, count)[0] / volume(1.0, nearest)[0]
@@ -163,7 +173,9 @@ KINDS: Mapping[str, str] = {
 
 
 def _volume(role: str) -> Callable[[float, int], tuple[float, int]]:
-    """Bytes through each port and rounds (of log2 n), from the bytes that a member has afterwards and the members."""
+    """Bytes through each port and rounds (of log2 n), from the bytes that a member has afterwards
+    and the members.
+    """
     match role:
         case "all_reduce":
             return lambda nbytes, n: (2 * (n - 1) / n * nbytes, 2)

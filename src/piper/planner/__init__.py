@@ -1,8 +1,10 @@
 """The planner: a distributed training DAG becomes one program per device.
 
-``streams`` chooses one total order, ``gathers`` lets consecutive chunks share gathered parameters, ``cut`` walks the order and lowers
-each node on each of its devices, ``early`` starts receives, gathers and fetches before they are needed, ``flights`` bounds what else
-is in flight, ``sums`` adds contributions as they come, ``budget`` chooses how much of all that there may be, ``program`` inserts waits where an edge crosses streams and frees values after their last use.
+``streams`` chooses one total order, ``gathers`` lets consecutive chunks share gathered parameters,
+``cut`` walks the order and lowers each node on each of its devices, ``early`` starts receives,
+gathers and fetches before they are needed, ``flights`` bounds what else is in flight, ``sums`` adds
+contributions as they come, ``budget`` chooses how much of all that there may be, ``program``
+inserts waits where an edge crosses streams and frees values after their last use.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,25 +47,30 @@ def plan(
 ) -> Plan:
     """Plan one training step of *dag*. Deterministic: equal DAGs give byte-identical plans.
 
-    ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are needed (default: 16 MiB),
-    ``gather_bytes`` the sharded parameters that are gathered before they are needed, ``fetch_bytes`` what is brought back from host
-    memory before it is needed. The latter two are by default what the one chunk that needs the most needs: what the next chunk
-    needs is under way while the one before runs, and a device holds what two chunks need, not the whole model. ``reduce_bytes`` bounds
-    what reductions of gradients (and what puts updated parameters together) are given that are in flight at once (default: three times
-    the largest one, up to 64 MiB). Sizes are
-    bytes or texts such as ``"512MiB"``.
+    ``receive_bytes`` bounds, per device, the buffers of receives that are posted before they are
+    needed (default: 16 MiB), ``gather_bytes`` the sharded parameters that are gathered before they
+    are needed, ``fetch_bytes`` what is brought back from host memory before it is needed. The
+    latter two are by default what the one chunk that needs the most needs: what the next chunk
+    needs is under way while the one before runs, and a device holds what two chunks need, not the
+    whole model. ``reduce_bytes`` bounds what reductions of gradients (and what puts updated
+    parameters together) are given that are in flight at once (default: three times the largest one,
+    up to 64 MiB). Sizes are bytes or texts such as ``"512MiB"``.
 
-    ``memory_budget`` bounds every device's planned peak (see :mod:`piper.plan.memory` for what counts). Of these bounds, those that are
-    not given are then lowered as far as it takes, and no further. The optimizer's state is part of the peak if
-    ``optimizer_bytes`` says how large it is; ``frame_bytes`` says what carries a message (both as in :func:`piper.plan.account.account`).
+    ``memory_budget`` bounds every device's planned peak (see :mod:`piper.plan.memory` for what
+    counts). Of these bounds, those that are not given are then lowered as far as it takes, and no
+    further. The optimizer's state is part of the peak if ``optimizer_bytes`` says how large it is;
+    ``frame_bytes`` says what carries a message (both as in :func:`piper.plan.account.account`).
 
-    What the strategy leaves open is ordered by *costs*, for instance a measured :class:`~piper.plan.profile.Profile`; without them by rough
-    estimates. *fold*: devices that play the same role are planned once (see :mod:`piper.plan.roles`).
+    What the strategy leaves open is ordered by *costs*, for instance a measured
+    :class:`~piper.plan.profile.Profile`; without them by rough estimates. *fold*: devices that play
+    the same role are planned once (see :mod:`piper.plan.roles`).
 
-    A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region that nobody placed, a
-    group that nobody replicates, groups of unequal sizes or a device number left out, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a microbatch size
-    for which the captured graph does not hold, :class:`MemoryBudgetError` if some device needs more than the budget whatever the bounds,
-    :class:`ConfigError` for a malformed size.
+    A DAG on which nothing was placed runs on device 0. Raises :class:`PlacementError` for a region
+    that nobody placed, a group that nobody replicates, groups of unequal sizes or a device number
+    left out, :class:`SplitError` for a batch that does not divide, :class:`CaptureError` for a
+    microbatch size for which the captured graph does not hold, :class:`MemoryBudgetError` if some
+    device needs more than the budget whatever the bounds, :class:`ConfigError` for a malformed
+    size.
     """
     sizes = {
         "memory_budget": memory_budget,
@@ -190,8 +197,8 @@ def _check_claimed(dag: Dag) -> None:
 
 
 def _check_sizes(dag: Dag) -> None:
-    """Chunks that exchange nothing are not linked, but they too run every microbatch of the batch exactly once. Sharded expert regions run
-    what is sent to them.
+    """Chunks that exchange nothing are not linked, but they too run every microbatch of the batch
+    exactly once. Sharded expert regions run what is sent to them.
     """
     first: dict[int, Chunk] = {}
     for chunk in dag.chunks():

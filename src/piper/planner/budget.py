@@ -1,9 +1,12 @@
-"""How much memory the plan may use: bounds on what is started before it is needed, chosen so that every device's peak fits.
+"""How much memory the plan may use: bounds on what is started before it is needed, chosen so that
+every device's peak fits.
 
-What receives, gathers and fetches hold while they are early, and what collectives have in flight, is the only part of a step's memory that the planner is free to choose; all
-else follows from the strategy. The bounds go down a ladder of halves, all together, from what they are without a budget to
-nothing; the highest step that fits is found by bisection. Then each is put back to the top by itself if that fits too. So a
-plan is cut a few times at most; the order of its nodes is chosen once.
+What receives, gathers and fetches hold while they are early, and what collectives have in flight,
+is the only part of a step's memory that the planner is free to choose; all else follows from the
+strategy. The bounds go down a ladder of halves, all together, from what they are without a budget
+to nothing; the highest step that fits is found by bisection. Then each is put back to the top by
+itself if that fits too. So a plan is cut a few times at most; the order of its nodes is chosen
+once.
 """
 
 import re
@@ -19,7 +22,9 @@ from piper.plan.memory import Category, DeviceMemory
 from piper.plan.model import Plan
 
 RECEIVE_BYTES = 16 * 1024 * 1024
-"""Bound on early receives where none is given: more hides nothing, since a sender is seldom that far ahead."""
+"""Bound on early receives where none is given: more hides nothing, since a sender is seldom that
+far ahead.
+"""
 
 _UNITS = {
     "": 1,
@@ -33,7 +38,8 @@ Size: TypeAlias = int | str
 
 
 def to_bytes(size: Size, what: str) -> int:
-    """The number of bytes that *size* says: a number, or one with a unit (B, KiB, MiB, GiB, TiB, or kB, MB, GB, TB in powers of 1000).
+    """The number of bytes that *size* says: a number, or one with a unit (B, KiB, MiB, GiB, TiB, or
+    kB, MB, GB, TB in powers of 1000).
 
     Raises :class:`ConfigError`, naming *what*, for anything else or a negative number.
     """
@@ -47,8 +53,8 @@ def to_bytes(size: Size, what: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bytes per device that may be received, gathered and fetched before they are needed, and that other collectives may be given that
-    are in flight; ``None``: the planner's default.
+    """Bytes per device that may be received, gathered and fetched before they are needed, and that
+    other collectives may be given that are in flight; ``None``: the planner's default.
     """
 
     receive: int | None = None
@@ -70,9 +76,9 @@ class Bounds:
 class Limits:
     """What is said about memory where a step is planned.
 
-    ``budget`` bounds each device's planned peak in bytes, ``bounds`` are those that are given. What the peak contains of the
-    optimizer's state and of what carries messages, ``optimizer_bytes`` and ``frame_bytes`` say, as in
-    :func:`~piper.plan.account.account`.
+    ``budget`` bounds each device's planned peak in bytes, ``bounds`` are those that are given. What
+    the peak contains of the optimizer's state and of what carries messages, ``optimizer_bytes`` and
+    ``frame_bytes`` say, as in :func:`~piper.plan.account.account`.
     """
 
     budget: int | None = None
@@ -82,11 +88,14 @@ class Limits:
 
 
 Cut: TypeAlias = Callable[[Bounds], tuple[Plan, Bounds]]
-"""Makes a plan under bounds, and says what they come to: no bound is higher than what there is to start early."""
+"""Makes a plan under bounds, and says what they come to: no bound is higher than what there is to
+start early.
+"""
 
 
 def plan_within(limits: Limits, cut: Cut) -> Plan:
-    """The plan that *cut* makes under the highest bounds with which every device's peak is within the budget.
+    """The plan that *cut* makes under the highest bounds with which every device's peak is within
+    the budget.
 
     Raises :class:`MemoryBudgetError` if it is not even with the lowest.
     """

@@ -22,15 +22,19 @@ from piper.planner.represented import Represented
 from piper.planner.sums import Ownership, PartialSums, sums_of
 
 FETCH_LEAD = 4.0
-"""A fetch starts that many times its estimated duration before it is needed: estimates are rough, and several may be under way."""
+"""A fetch starts that many times its estimated duration before it is needed: estimates are rough,
+and several may be under way.
+"""
 
 
 class Cutter:
     """Walks the total order once and appends each node to the programs of its devices.
 
-    ``bounds`` are on what is received, gathered and fetched before it is needed, and on what other collectives are given that are in
-    flight, per device (``None``: as much as one chunk needs at most, for receives :data:`~piper.planner.budget.RECEIVE_BYTES`, for other
-    collectives see :class:`~piper.planner.flights.Flights`). ``seconds`` are estimated durations. Only *represented* devices get a program (``None``: all); no device's program depends on another's.
+    ``bounds`` are on what is received, gathered and fetched before it is needed, and on what other
+    collectives are given that are in flight, per device (``None``: as much as one chunk needs at
+    most, for receives :data:`~piper.planner.budget.RECEIVE_BYTES`, for other collectives see
+    :class:`~piper.planner.flights.Flights`). ``seconds`` are estimated durations. Only
+    *represented* devices get a program (``None``: all); no device's program depends on another's.
     """
 
     def __init__(
@@ -159,8 +163,8 @@ class Cutter:
         return program.slot(value)
 
     def _need_gathered(self, gather: NodeId, device: DeviceId) -> None:
-        """Start *gather* unless it has started; give up what nothing here reads of it once it is there (a backward reads
-        no biases, but they are gathered with the rest of their bucket).
+        """Start *gather* unless it has started; give up what nothing here reads of it once it is
+        there (a backward reads no biases, but they are gathered with the rest of their bucket).
         """
         program = self.programs[device]
         self.gathers[device].require(gather, program)
@@ -401,7 +405,8 @@ class Cutter:
         if name := comm.work.communicator(comm.stream, group):
             self.communicators.setdefault(name, CommunicatorInfo(name, group))
         if isinstance(comm.work, Fetch):
-            # What was put aside is there, or the fetch could not start: the device need not hold it twice.
+            # What was put aside is there, or the fetch could not start: the device need not hold it
+            # twice.
             program.free_now(self.dag.nodes[self.dag.producers[comm.inputs[0]]].inputs)
         return Site(
             node=comm.id,
@@ -420,7 +425,9 @@ class Cutter:
 
 
 def _fetched_early(dag: Dag) -> dict[ValueId, NodeId]:
-    """The fetch that makes each fetched value; but those that the user orders start where the order says."""
+    """The fetch that makes each fetched value; but those that the user orders start where the order
+    says.
+    """
     ordered = ordered_by_user(dag)
     return {
         value: comm.id

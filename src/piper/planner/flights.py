@@ -1,4 +1,6 @@
-"""How much communication a device has in flight: its buffers are memory that only a wait gives back."""
+"""How much communication a device has in flight: its buffers are memory that only a wait gives
+back.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,13 +9,15 @@ from piper.ids import NodeId, Slot
 from piper.planner.program import Program
 
 REDUCE_BYTES = 64 * 1024 * 1024
-"""What may be in flight where no limit is given, unless three collectives are less or one is more."""
+"""What may be in flight where no limit is given, unless three collectives are less or one is
+more.
+"""
 
 
 class Flights:
-    """Keeps what one device's collectives hold below ``limit`` bytes (always allowing one): before another one starts, the
-    device waits for the oldest. The limit ``None`` is three times as much as the largest one, but no more than :data:`REDUCE_BYTES`: enough
-    to keep a link busy.
+    """Keeps what one device's collectives hold below ``limit`` bytes (always allowing one): before
+    another one starts, the device waits for the oldest. The limit ``None`` is three times as much
+    as the largest one, but no more than :data:`REDUCE_BYTES`: enough to keep a link busy.
 
     Collectives that are gathers have a limit of their own, see ``early``.
     """

@@ -18,12 +18,15 @@ Run: TypeAlias = list[Comm]
 
 
 def share_scatters(dag: Dag, order: Sequence[NodeId]) -> tuple[Dag, list[NodeId]]:
-    """*dag* and *order* with one scatter where consecutive chunks of the same devices contribute to the same bucket.
+    """*dag* and *order* with one scatter where consecutive chunks of the same devices contribute to
+    the same bucket.
 
-    Their contributions are added first, whole. That keeps no more memory than the scatters would: while one is in flight, whole
-    contributions are alive too. It sends a part of the bytes: with k microbatches in a row, a k-th.
+    Their contributions are added first, whole. That keeps no more memory than the scatters would:
+    while one is in flight, whole contributions are alive too. It sends a part of the bytes: with k
+    microbatches in a row, a k-th.
 
-    Scatters that an order names, and buckets to which some chunk contributes only a part, stay as they are.
+    Scatters that an order names, and buckets to which some chunk contributes only a part, stay as
+    they are.
     """
     runs = [run for run in _runs(dag, order) if len(run) > 1]
     if not runs:

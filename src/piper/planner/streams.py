@@ -1,12 +1,14 @@
 """One total order of all nodes, from which every stream of every device takes its own.
 
-Critical-path list scheduling (Graham, 1969; priority: the longest remaining path): simulated time advances from completion to completion;
-whenever a device's compute stream is free it takes, among its ready chunks, the one with the longest path still ahead. Communication starts
-when its data is ready. The order of start times respects every edge, and since each device's program is a
+Critical-path list scheduling (Graham, 1969; priority: the longest remaining path): simulated time
+advances from completion to completion; whenever a device's compute stream is free it takes, among
+its ready chunks, the one with the longest path still ahead. Communication starts when its data is
+ready. The order of start times respects every edge, and since each device's program is a
 restriction of this one order, programs cannot wait for each other in a circle.
 
-Chunks of one overlap group come by the longest path that is left to the end of the group instead, what lies between them on other devices and
-links included: so a chunk whose result has far to travel goes first, and what does not depend on it hides the way.
+Chunks of one overlap group come by the longest path that is left to the end of the group instead,
+what lies between them on other devices and links included: so a chunk whose result has far to
+travel goes first, and what does not depend on it hides the way.
 """
 
 import heapq
@@ -24,7 +26,9 @@ Lane: TypeAlias = int
 
 
 def total_order(dag: Dag, seconds: Mapping[NodeId, float]) -> Sequence[NodeId]:
-    """All nodes, by start time in a list-scheduled simulation with the given durations. Deterministic."""
+    """All nodes, by start time in a list-scheduled simulation with the given durations.
+    Deterministic.
+    """
     return _Simulation(dag, seconds).run()
 
 
@@ -74,7 +78,8 @@ class _Simulation:
             is_sum, _, node = heapq.heappop(waiting)
             lane = self.lane_of.get(node)
             if is_sum:
-                # Done with the last contribution, so that a reduction of the sum starts before the next chunk does.
+                # Done with the last contribution, so that a reduction of the sum starts before the
+                # next chunk does.
                 self.order.append(node)
                 for after in self._satisfied(node):
                     heapq.heappush(waiting, (self._is_sum(after), self.rank[after], after))
@@ -110,7 +115,8 @@ class _Simulation:
         return True, float(self.updates)
 
     def _prefer_inside(self, nodes: Collection[NodeId]) -> None:
-        """Let the chunks *nodes* of a group come by the longest path to the end of the group, on each lane.
+        """Let the chunks *nodes* of a group come by the longest path to the end of the group, on
+        each lane.
 
         Among others, the group as a whole counts as much as the most urgent of its chunks.
         """
@@ -124,8 +130,8 @@ class _Simulation:
             self.priority.update({n: base + inside[n] for n in group})
 
     def _paths_inside(self, group: Collection[NodeId]) -> Mapping[NodeId, float]:
-        """The longest path from each node of *group* to its end, over its nodes and what lies between them: communication, and
-        chunks of other devices.
+        """The longest path from each node of *group* to its end, over its nodes and what lies
+        between them: communication, and chunks of other devices.
         """
         between = self._reached(group)
         inside: dict[NodeId, float] = {}
@@ -167,7 +173,9 @@ def _longest_paths(
 
 
 def _lanes(dag: Dag) -> dict[NodeId, Lane]:
-    """The lane of every chunk; a chunk that spans several lanes (the update of a tied parameter) occupies none."""
+    """The lane of every chunk; a chunk that spans several lanes (the update of a tied parameter)
+    occupies none.
+    """
     root: dict[DeviceId, DeviceId] = {}
 
     def find(device: DeviceId) -> DeviceId:

@@ -1,4 +1,6 @@
-"""Sums on one device: each contribution is added when it has come, one instruction per contributing node."""
+"""Sums on one device: each contribution is added when it has come, one instruction per contributing
+node.
+"""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TypeAlias
@@ -52,12 +54,13 @@ class Ownership:
 class PartialSums:
     """The running sums of one device.
 
-    The first of a total's contributions becomes the total, and the others are added to it in place, where its memory is its own;
-    else the first addition makes a new tensor.
+    The first of a total's contributions becomes the total, and the others are added to it in place,
+    where its memory is its own; else the first addition makes a new tensor.
 
-    Adding is put off: what a chunk made, past the sends of that chunk; what a reduction made, until the device has waited for the reduction
-    anyway, because what is in flight has reached its bound, or because the sum is needed. So nothing waits for an addition, and no
-    addition makes the device wait for a link.
+    Adding is put off: what a chunk made, past the sends of that chunk; what a reduction made, until
+    the device has waited for the reduction anyway, because what is in flight has reached its bound,
+    or because the sum is needed. So nothing waits for an addition, and no addition makes the device
+    wait for a link.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class PartialSums:
         self._reduced: list[_Made] = []
 
     def computed(self, node: NodeId, outputs: Sequence[ValueId]) -> None:
-        """A chunk has made *outputs*; those that are summed are added before the next chunk runs."""
+        """A chunk has made *outputs*; those that are summed are added before the next chunk
+        runs.
+        """
         if mine := [v for v in outputs if v in self._totals]:
             self._computed.append((node, mine))
 
@@ -93,7 +98,9 @@ class PartialSums:
         self._flush(self._computed)
 
     def finish(self, chunk: Chunk) -> None:
-        """The sum *chunk* is needed: add all that is left. A sum of one contribution is that contribution."""
+        """The sum *chunk* is needed: add all that is left. A sum of one contribution is that
+        contribution.
+        """
         mine = set(chunk.inputs)
         for waiting in (self._computed, self._reduced):
             self._flush(waiting, lambda _, values: not mine.isdisjoint(values))

@@ -120,13 +120,15 @@ class Step:
 class Program:
     """One device's plan, bound: :meth:`run` executes one training step.
 
-    *constants* are buffers that this plan alone has. *compilation* says whether chunks are compiled; they are when the
-    program is made, which may raise :class:`CompileError`. *recorded*: the closures note when they run, for :attr:`recorder`; *ranges*: they are
-    ranges of torch's profiler too. *recorder* takes the place of a new one.
+    *constants* are buffers that this plan alone has. *compilation* says whether chunks are
+    compiled; they are when the program is made, which may raise :class:`CompileError`. *recorded*:
+    the closures note when they run, for :attr:`recorder`; *ranges*: they are ranges of torch's
+    profiler too. *recorder* takes the place of a new one.
 
     Raises :class:`RunError` for whatever an instruction raised, naming device, node, microbatch and
-    instruction, with the original as its cause; :class:`CompileError` keeps its class, and :class:`CommunicationError` and
-    :class:`AbortedError`, since they are mostly the consequence of another device's failure.
+    instruction, with the original as its cause; :class:`CompileError` keeps its class, and
+    :class:`CommunicationError` and :class:`AbortedError`, since they are mostly the consequence of
+    another device's failure.
     """
 
     def __init__(

@@ -1,8 +1,11 @@
-"""Measure how long the parts of a plan take on this machine: the contents of a :class:`~piper.plan.profile.Profile`.
+"""Measure how long the parts of a plan take on this machine: the contents of a
+:class:`~piper.plan.profile.Profile`.
 
-Each device's program is run by itself, with imagined peers: chunks then find caches and memory in the state in which they find them in training,
-which calling each again and again would not show (it is up to a third quicker). Of several runs the quickest one counts, as a whole: other work on the
-machine only ever adds, and the quickest of each instruction by itself would make up a run that never was.
+Each device's program is run by itself, with imagined peers: chunks then find caches and memory in
+the state in which they find them in training, which calling each again and again would not show (it
+is up to a third quicker). Of several runs the quickest one counts, as a whole: other work on the
+machine only ever adds, and the quickest of each instruction by itself would make up a run that
+never was.
 """
 
 import platform
@@ -43,8 +46,8 @@ _WARM_UP = 1
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What was measured of communication: one message, collectives by kind and number of members, and how they and computation slow each
-    other down (``None``: not at all).
+    """What was measured of communication: one message, collectives by kind and number of members,
+    and how they and computation slow each other down (``None``: not at all).
     """
 
     messages: LinkTimes
@@ -61,8 +64,9 @@ def measure_profile(
     batch: Batch | None = None,
     on_device: Callable[[DeviceId], None] = lambda _: None,
 ) -> Profile:
-    """The profile of *plan* on a CPU of this machine, with torch's present number of threads. *on_device* is called before each device's
-    program is run; devices whose chunks are known by then are left out. *batch* is a global batch; by default small random numbers, and zeros where
+    """The profile of *plan* on a CPU of this machine, with torch's present number of threads.
+    *on_device* is called before each device's program is run; devices whose chunks are known by
+    then are left out. *batch* is a global batch; by default small random numbers, and zeros where
     they may be indices.
     """
     found = Measured()
@@ -79,8 +83,9 @@ def measure_profile(
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Seconds of each instruction of one step, by position: of local work, or of what is done before communication is issued; and of what is done
-    with what communication brought. 0 for what takes none.
+    """Seconds of each instruction of one step, by position: of local work, or of what is done
+    before communication is issued; and of what is done with what communication brought. 0 for what
+    takes none.
     """
 
     work: tuple[float, ...]
@@ -180,7 +185,9 @@ class Replay:
         return self._stopwatch.taken()
 
     def other_work(self) -> Iterator[tuple[int, Instruction]]:
-        """What takes time beside chunks, with its position: not what chunks do on the way, nor copies to and from the host, which only begin."""
+        """What takes time beside chunks, with its position: not what chunks do on the way, nor
+        copies to and from the host, which only begin.
+        """
         instructions = self.mine.instructions
         done = wholly_added(instructions)
         for position, instruction in enumerate(instructions):
@@ -205,7 +212,8 @@ class Replay:
             {n: _random(dag.parameters[n].spec, self.plan.bindings) for n in names},
             {n: _random(dag.buffers[n].spec, self.plan.bindings) for n in sorted(buffers)},
             dag.parameters,
-            # Groups name parameters of the whole model; how long an update takes does not depend on them.
+            # Groups name parameters of the whole model; how long an update takes does not depend on
+            # them.
             OptimizerSpec(build=optimizer.build) if names else None,
             device,
             slices,
@@ -224,7 +232,9 @@ class Replay:
 
 
 class Measured:
-    """The quickest run of each program so far. Chunks take their mean in the program in which that is least; all else the mean over all programs."""
+    """The quickest run of each program so far. Chunks take their mean in the program in which that
+    is least; all else the mean over all programs.
+    """
 
     def __init__(self) -> None:
         self._quickest: dict[int, tuple[Replay, Taken, float]] = {}
@@ -236,7 +246,9 @@ class Measured:
         self.keep(replay, taken, taken.seconds)
 
     def keep(self, replay: Replay, taken: Taken, seconds: float) -> None:
-        """Note a run of *replay*; *seconds* says how quick it was, for instance together with a run of another device at the same time."""
+        """Note a run of *replay*; *seconds* says how quick it was, for instance together with a run
+        of another device at the same time.
+        """
         best = self._quickest.get(id(replay))
         if best is None or seconds < best[2]:
             self._quickest[id(replay)] = (replay, taken, seconds)
@@ -256,7 +268,9 @@ class Measured:
         return dict(sorted(found.items()))
 
     def _rates(self, part: Callable[[Taken], tuple[float, ...]]) -> dict[str, Rate]:
-        """Seconds per byte of everything but chunks, over all programs: what an instruction has to do depends on the chunks around it, too."""
+        """Seconds per byte of everything but chunks, over all programs: what an instruction has to
+        do depends on the chunks around it, too.
+        """
         seconds: dict[str, float] = {}
         nbytes: dict[str, int] = {}
         for replay, taken, _ in self._quickest.values():

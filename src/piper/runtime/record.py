@@ -1,4 +1,6 @@
-"""Record when the instructions of a step run: closures of their own, so that a program that is not recorded pays nothing."""
+"""Record when the instructions of a step run: closures of their own, so that a program that is not
+recorded pays nothing.
+"""
 
 import socket
 import time
@@ -18,8 +20,9 @@ Launch = Callable[[], Handle | None]
 class Spans:
     """When the instructions of one step ran on one device, on its host's ``time.perf_counter()``.
 
-    ``begin[i]`` and ``end[i]`` belong to the instruction at position i of the device's program; both are 0 for one that does nothing there.
-    Communication begins when it is issued, and ends when the device is seen to have waited for it. ``finished`` is the end of the step.
+    ``begin[i]`` and ``end[i]`` belong to the instruction at position i of the device's program;
+    both are 0 for one that does nothing there. Communication begins when it is issued, and ends
+    when the device is seen to have waited for it. ``finished`` is the end of the step.
     """
 
     begin: tuple[float, ...]
@@ -37,14 +40,17 @@ class Clock:
 
 
 def read_clock() -> Clock:
-    """This process's clock: the machine's, so that processes of one machine agree (Linux: since it was started)."""
+    """This process's clock: the machine's, so that processes of one machine agree (Linux: since it
+    was started).
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = boot.read_text().strip() if boot.exists() else socket.gethostname()
     return Clock(name, time.perf_counter())
 
 
 class Recorder:
-    """Wraps what a program launches. Use: :meth:`start`, one step, the device's ``synchronize``, :meth:`spans`.
+    """Wraps what a program launches. Use: :meth:`start`, one step, the device's ``synchronize``,
+    :meth:`spans`.
 
     *ranges*: each launch is also a range of :mod:`torch.profiler`, named by *name*.
     """

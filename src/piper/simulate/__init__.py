@@ -1,7 +1,7 @@
 """What a plan would do, without running it.
 
-``engine`` executes the plan in simulated time, ``memory`` follows its allocations, ``critical`` finds what its length is made of, ``timeline`` is
-the result as data.
+``engine`` executes the plan in simulated time, ``memory`` follows its allocations, ``critical``
+finds what its length is made of, ``timeline`` is the result as data.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,15 +34,17 @@ def simulate(
 ) -> Timeline:
     """What *plan* would do, instruction by instruction. Deterministic.
 
-    *costs* are :class:`~piper.plan.costs.UnitCosts` (the default), a :class:`~piper.plan.costs.Hardware` or its preset's name
-    (``"H100"``), or a :class:`~piper.plan.profile.Profile`. *optimizer_bytes* and *frame_bytes* are those of
+    *costs* are :class:`~piper.plan.costs.UnitCosts` (the default), a
+    :class:`~piper.plan.costs.Hardware` or its preset's name (``"H100"``), or a
+    :class:`~piper.plan.profile.Profile`. *optimizer_bytes* and *frame_bytes* are those of
     :func:`~piper.plan.account.account`.
 
-    Of a folded plan, the links are those of the devices that have a program: the times are the whole plan's where replicas are connected
-    alike, as they are when groups of replicas fill whole nodes.
+    Of a folded plan, the links are those of the devices that have a program: the times are the
+    whole plan's where replicas are connected alike, as they are when groups of replicas fill whole
+    nodes.
 
-    Raises :class:`~piper.errors.ConfigError` for an unknown preset, too few devices, or a chunk that was not measured;
-    :class:`~piper.errors.PlanError` for a plan that never ends.
+    Raises :class:`~piper.errors.ConfigError` for an unknown preset, too few devices, or a chunk
+    that was not measured; :class:`~piper.errors.PlanError` for a plan that never ends.
     """
     chosen = hardware(costs) if isinstance(costs, str) else costs or UnitCosts()
     with collector_paused():
@@ -72,7 +74,8 @@ class _Timing:
             for mine in self.plan.devices:
                 self._added |= {id(mine.instructions[i]) for i in wholly_added(mine.instructions)}
         self._present = {mine.device for mine in self.plan.devices if mine.instructions}
-        # Of a folded plan, the ports of devices without a program are loaded like those of the ones that stand for them.
+        # Of a folded plan, the ports of devices without a program are loaded like those of the ones
+        # that stand for them.
         self._near: set[Port] = set()
         if self.topology is not None:
             for device in self._present:
@@ -81,7 +84,9 @@ class _Timing:
                 self._near |= {("nic out", node, nic), ("nic in", node, nic)}
 
     def local(self, device: DeviceId, instruction: Instruction) -> float:
-        """Seconds of a chunk; of all else by the bytes that it reads and writes, and of handing communication to the network."""
+        """Seconds of a chunk; of all else by the bytes that it reads and writes, and of handing
+        communication to the network.
+        """
         if isinstance(instruction, Compute):
             node = instruction.node
             if (seconds := self._chunks.get(node)) is None:
@@ -101,14 +106,18 @@ class _Timing:
     def _crossing_bytes(
         self, device: DeviceId, instruction: Instruction, meeting: Rendezvous
     ) -> int:
-        """Bytes that a member has afterwards. Rows for experts come with room for all of the group's: taken to be as many as a member gives."""
+        """Bytes that a member has afterwards. Rows for experts come with room for all of the
+        group's: taken to be as many as a member gives.
+        """
         if not isinstance(instruction, ExchangeRows):
             return meeting_bytes(meeting)
         given = self.plan.devices[device].slots[instruction.inputs[0]].message.nbytes
         return min(given, meeting_bytes(meeting))
 
     def flow(self, members: Sequence[tuple[DeviceId, Instruction]]) -> Flow:
-        """By the topology. What hosts do with what they waited for is part of it: they can do nothing else then."""
+        """By the topology. What hosts do with what they waited for is part of it: they can do
+        nothing else then.
+        """
         if self.topology is None:
             return Flow(0.0)
         device, instruction = members[0]
@@ -130,8 +139,8 @@ class _Timing:
         return self.costs.unpack(instruction.op, nbytes)
 
     def _shares(self, node: NodeId) -> dict[Port, float]:
-        """Of a folded plan: how many of a node's groups go through each port, for each of those that have a program; ports that are not
-        listed have one.
+        """Of a folded plan: how many of a node's groups go through each port, for each of those
+        that have a program; ports that are not listed have one.
         """
         assert self.topology is not None
         groups: tuple[tuple[DeviceId, ...], ...] = self.plan.dag.nodes[node].groups  # type: ignore[union-attr]  # a communication

@@ -1,4 +1,6 @@
-"""From an execution of a plan, simulated or measured, to a :class:`~piper.simulate.timeline.Timeline`."""
+"""From an execution of a plan, simulated or measured, to a
+:class:`~piper.simulate.timeline.Timeline`.
+"""
 
 from collections.abc import Sequence
 
@@ -37,8 +39,9 @@ def build_timeline(
     clock_error: float = 0.0,
     unit: str = SECONDS,
 ) -> Timeline:
-    """The timeline of *found*, in which *memory* was used (by device). *seconds*: the step's length, if it did not end with the last
-    instruction; *peak*: floating-point operations per second of one device; *unit*: what times are counted in.
+    """The timeline of *found*, in which *memory* was used (by device). *seconds*: the step's
+    length, if it did not end with the last instruction; *peak*: floating-point operations per
+    second of one device; *unit*: what times are counted in.
     """
     length = max(found.end, default=0.0) if seconds is None else seconds
     builder = _Builder(plan, found, length)
@@ -177,8 +180,9 @@ class _Builder:
         return known
 
     def _curve(self, device: DeviceId, memory: DeviceMemory) -> MemoryCurve:
-        """Memory after each instruction, at the time at which it is complete. Communication takes its memory when it is issued, which
-        does not wait for the peers: with the instruction before it.
+        """Memory after each instruction, at the time at which it is complete. Communication takes
+        its memory when it is issued, which does not wait for the peers: with the instruction before
+        it.
         """
         return curve(memory, [self._when(place) for place in self.run.places(device)])
 
@@ -187,7 +191,9 @@ class _Builder:
 
 
 def curve(memory: DeviceMemory, times: Sequence[float]) -> MemoryCurve:
-    """The points at which *memory* changes; instruction i has its effect at ``times[i]``, but never before the instructions before it."""
+    """The points at which *memory* changes; instruction i has its effect at ``times[i]``, but never
+    before the instructions before it.
+    """
     columns = {c.value: values for c, values in memory.curves.items()}
     kept: list[int] = []
     now: list[float] = []

@@ -11,7 +11,9 @@ from piper.simulate.timeline import Critical, Timeline
 
 
 def critical_path(plan: Plan, run: Run) -> tuple[Critical, ...]:
-    """The chain that ends with the last instruction, first to last; waits and frees are left out."""
+    """The chain that ends with the last instruction, first to last; waits and frees are left
+    out.
+    """
     if not run.end:
         return ()
     place = max(range(len(run.end)), key=lambda p: (run.end[p], -p))
@@ -36,7 +38,9 @@ def critical_path(plan: Plan, run: Run) -> tuple[Critical, ...]:
 
 
 def _back(run: Run, place: Place) -> Iterator[Place]:
-    """*place*, what it waited for, what that waited for, and so on; one member for each rendezvous, the last that came."""
+    """*place*, what it waited for, what that waited for, and so on; one member for each rendezvous,
+    the last that came.
+    """
     while place != NOTHING:
         cause = run.cause[place]
         if cause != NOTHING and run.meeting[cause] == run.meeting[place] != NOTHING:
@@ -47,8 +51,8 @@ def _back(run: Run, place: Place) -> Iterator[Place]:
 
 
 def waited_on(run: Run, place: Place) -> tuple[NodeId, ...]:
-    """The nodes whose completion let the instruction at *place* start: the last that it needed itself, and for a rendezvous with a later
-    peer, the last that the peer needed.
+    """The nodes whose completion let the instruction at *place* start: the last that it needed
+    itself, and for a rendezvous with a later peer, the last that the peer needed.
     """
     return tuple(
         dict.fromkeys(run.instructions[p].node for p in _sources(run, place) if p != NOTHING)
@@ -67,7 +71,9 @@ def _sources(run: Run, place: Place) -> Iterator[Place]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What some boxes of one kind contribute to the critical path: seconds, how many, on which devices."""
+    """What some boxes of one kind contribute to the critical path: seconds, how many, on which
+    devices.
+    """
 
     what: str
     seconds: float
@@ -76,7 +82,9 @@ class Share:
 
 
 def shares(timeline: Timeline, top: int | None = None) -> Sequence[Share]:
-    """The critical path by kind of work (pass and region, microbatches together), the longest first: what to improve first."""
+    """The critical path by kind of work (pass and region, microbatches together), the longest
+    first: what to improve first.
+    """
     seconds: dict[str, float] = {}
     count: dict[str, int] = {}
     devices: dict[str, dict[int, None]] = {}

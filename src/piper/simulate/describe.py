@@ -9,7 +9,9 @@ from piper.plan.model import Plan
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What people call an instruction, and where it belongs; the fields are those of :class:`~piper.simulate.timeline.Box`."""
+    """What people call an instruction, and where it belongs; the fields are those of
+    :class:`~piper.simulate.timeline.Box`.
+    """
 
     label: str
     pass_: str
@@ -29,7 +31,9 @@ def describe(plan: Plan, instruction: Instruction) -> Described:
 
 
 def _label(instruction: Instruction, label: str) -> str:
-    """``send F PP=0 MB=1``, ``accumulate B PP=0 MB=1``; collectives and chunks as the DAG calls them."""
+    """``send F PP=0 MB=1``, ``accumulate B PP=0 MB=1``; collectives and chunks as the DAG calls
+    them.
+    """
     meeting = instruction.rendezvous()
     if isinstance(instruction, Compute):
         return label

@@ -1,17 +1,20 @@
-"""Discrete-event execution of a plan: when does every instruction start and end, and what did it wait for?
+"""Discrete-event execution of a plan: when does every instruction start and end, and what did it
+wait for?
 
-Two kinds of device. Where the host *blocks* (a CPU), one host per device issues instructions in order: local work is done when it is
-issued, communication is in flight from then on, behind what its stream has in flight already; a ``Wait``, and work that touches what
-communication on its own stream fills, stop the host. Elsewhere (a GPU) the host runs ahead, instruction i being
-issued after i times the launch time; each stream takes its instructions in issue order, each as soon as the one before is complete; a
-``Wait`` stops its stream only.
+Two kinds of device. Where the host *blocks* (a CPU), one host per device issues instructions in
+order: local work is done when it is issued, communication is in flight from then on, behind what
+its stream has in flight already; a ``Wait``, and work that touches what communication on its own
+stream fills, stop the host. Elsewhere (a GPU) the host runs ahead, instruction i being issued after
+i times the launch time; each stream takes its instructions in issue order, each as soon as the one
+before is complete; a ``Wait`` stops its stream only.
 
-A message or collective starts when all its members have come to it, and ends for all of them at once. Its bytes go through ports;
-what is under way in one port at once shares its bandwidth in equal parts, and goes as fast as the slowest of its ports lets it. Where the
-timing says so, local work and communication of a device slow each other down (``hosts``).
+A message or collective starts when all its members have come to it, and ends for all of them at
+once. Its bytes go through ports; what is under way in one port at once shares its bandwidth in
+equal parts, and goes as fast as the slowest of its ports lets it. Where the timing says so, local
+work and communication of a device slow each other down (``hosts``).
 
-Of a folded plan (see ``Plan.roles``) only the devices that have a program come; the others do the same at the same times, and load the
-links like them.
+Of a folded plan (see ``Plan.roles``) only the devices that have a program come; the others do the
+same at the same times, and load the links like them.
 """
 
 import heapq
@@ -36,8 +39,9 @@ NOTHING = -1
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A message or collective under way: after ``latency`` seconds, ``nbytes`` through ``ports``. Beside each port stands how many flows like
-    this one are in it (not 1 only in a folded plan), and the fraction of the bytes that goes through it.
+    """A message or collective under way: after ``latency`` seconds, ``nbytes`` through ``ports``.
+    Beside each port stands how many flows like this one are in it (not 1 only in a folded plan),
+    and the fraction of the bytes that goes through it.
     """
 
     latency: float
@@ -56,7 +60,9 @@ class Timing(Protocol):
 
     @property
     def contention(self) -> Contention | None:
-        """How hosts that block and their communication slow each other down; ``None``: not at all."""
+        """How hosts that block and their communication slow each other down; ``None``: not at
+        all.
+        """
 
     def local(self, device: DeviceId, instruction: Instruction) -> float:
         """Seconds of local work, and of issuing communication."""
@@ -70,9 +76,10 @@ class Timing(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """The outcome, by place: when each instruction started and ended, and the place whose end it waited for last
-    (:data:`NOTHING`: none). Device d's instructions are places ``offsets[d]`` to ``offsets[d + 1] - 1``. ``meeting`` numbers rendezvous, ``events`` counts what the
-    engine handled.
+    """The outcome, by place: when each instruction started and ended, and the place whose end it
+    waited for last (:data:`NOTHING`: none). Device d's instructions are places ``offsets[d]`` to
+    ``offsets[d + 1] - 1``. ``meeting`` numbers rendezvous, ``events`` counts what the engine
+    handled.
     """
 
     offsets: list[int]
@@ -91,8 +98,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """What a plan's instructions wait for, by place: ``sources`` are the places that must be complete, besides what the host does before;
-    ``members`` the places of each rendezvous.
+    """What a plan's instructions wait for, by place: ``sources`` are the places that must be
+    complete, besides what the host does before; ``members`` the places of each rendezvous.
     """
 
     run: Run
@@ -136,7 +143,8 @@ class _Untimed:
 def run(plan: Plan, timing: Timing) -> Run:
     """Execute *plan*. Deterministic.
 
-    Raises :class:`~piper.errors.PlanError` when the plan never comes to its end; the verifier says why.
+    Raises :class:`~piper.errors.PlanError` when the plan never comes to its end; the verifier says
+    why.
     """
     return _Engine(plan, timing).run()
 
@@ -146,7 +154,9 @@ _DONE, _FLOWING, _FLOWN, _ISSUED, _WORKED = range(5)
 
 
 _Event: TypeAlias = tuple[float, int, int, int, int]
-"""Time, kind, number in the order in which they were foreseen, what happens, version of the forecast: handled in this order."""
+"""Time, kind, number in the order in which they were foreseen, what happens, version of the
+forecast: handled in this order.
+"""
 
 
 @dataclass(slots=True)
@@ -343,7 +353,9 @@ class _Engine:
             self._begin(place, now)
 
     def _open(self, place: Place, source: Place, now: float) -> None:
-        """Something that communication needs before it meets its peers has happened: the last such thing is its cause."""
+        """Something that communication needs before it meets its peers has happened: the last such
+        thing is its cause.
+        """
         self.gates[place] -= 1
         if self.gates[place]:
             return
@@ -459,7 +471,9 @@ class _Lanes:
         self.recorders: dict[EventId, tuple[Place, Place]] = {}
 
     def before(self, instruction: Instruction, *, blocks: bool) -> Collection[Place]:
-        """The places that must be complete before *instruction*, the next one, starts, apart from what its host does before."""
+        """The places that must be complete before *instruction*, the next one, starts, apart from
+        what its host does before.
+        """
         stream = instruction.stream
         one = self.last.get(stream, NOTHING) if not blocks else self._filled(instruction)
         if not isinstance(instruction, Wait):
@@ -470,7 +484,9 @@ class _Lanes:
         return found
 
     def _filled(self, instruction: Instruction) -> Place:
-        """The last communication on the instruction's stream, if it touches what is being filled there."""
+        """The last communication on the instruction's stream, if it touches what is being filled
+        there.
+        """
         filling = self.filling.get(instruction.stream)
         if not filling:
             return NOTHING

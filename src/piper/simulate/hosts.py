@@ -1,4 +1,6 @@
-"""Local work of hosts that block, at the pace that communication leaves it: see :class:`~piper.plan.topology.Contention`."""
+"""Local work of hosts that block, at the pace that communication leaves it: see
+:class:`~piper.plan.topology.Contention`.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,12 +9,16 @@ from piper.ids import DeviceId
 from piper.plan.topology import Contention
 
 Foresee = Callable[[float, DeviceId, int], None]
-"""Called with the time at which a device's work will be over at its present pace, and the number of this forecast."""
+"""Called with the time at which a device's work will be over at its present pace, and the number of
+this forecast.
+"""
 
 
 @dataclass(slots=True)
 class _Work:
-    """What a host is doing: which instruction, what kind of event its end is, full-speed seconds that are left."""
+    """What a host is doing: which instruction, what kind of event its end is, full-speed seconds
+    that are left.
+    """
 
     place: int
     kind: int
@@ -22,7 +28,9 @@ class _Work:
 
 
 class Hosts:
-    """One piece of work per device at most. *foresee* is told when it will be over; only the last forecast of a device holds."""
+    """One piece of work per device at most. *foresee* is told when it will be over; only the last
+    forecast of a device holds.
+    """
 
     def __init__(self, contention: Contention, foresee: Foresee) -> None:
         self._contention, self._foresee = contention, foresee

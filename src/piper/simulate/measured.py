@@ -11,7 +11,9 @@ from piper.simulate.timeline import Source, Timeline
 
 
 class Recorded(Protocol):
-    """When the instructions of one device ran: see :class:`piper.runtime.record.Spans`. All devices' on one clock."""
+    """When the instructions of one device ran: see :class:`piper.runtime.record.Spans`. All
+    devices' on one clock.
+    """
 
     @property
     def begin(self) -> Sequence[float]: ...
@@ -35,10 +37,12 @@ def measured_timeline(
     clock_error: float = 0.0,
     peak: float | None = None,
 ) -> Timeline:
-    """The timeline of a step of *plan* with *spans* by device. *memory* is the planned one, on the measured times.
+    """The timeline of a step of *plan* with *spans* by device. *memory* is the planned one, on the
+    measured times.
 
-    The step lasts from when the first device begins it until the last is done: longer than any device takes, as they do not begin together.
-    A message or collective is drawn from when its last member issued it to when its first member was seen to have it.
+    The step lasts from when the first device begins it until the last is done: longer than any
+    device takes, as they do not begin together. A message or collective is drawn from when its last
+    member issued it to when its first member was seen to have it.
     """
     links = connect(plan, host_blocks=host_blocks)
     zero = min(span.began for span in spans)
@@ -58,7 +62,9 @@ def measured_timeline(
 
 
 def _fill(run: Run, spans: Sequence[Recorded], zero: float) -> None:
-    """Copy the times; what was not recorded happened, at no cost, right after what came before it."""
+    """Copy the times; what was not recorded happened, at no cost, right after what came before
+    it.
+    """
     for device, span in enumerate(spans):
         now = span.began - zero
         for place, begin, end in zip(run.places(device), span.begin, span.end, strict=True):

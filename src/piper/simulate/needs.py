@@ -12,11 +12,13 @@ Needs: TypeAlias = tuple[Place, ...]
 
 
 def needs(run: Run, shown: Sequence[bool]) -> list[Needs]:
-    """For each place that is *shown*, the shown places that must be complete before it starts, in ascending order: those that make what it
-    reads, those that a ``Wait`` before it on its stream names, and the one before it on its stream.
+    """For each place that is *shown*, the shown places that must be complete before it starts, in
+    ascending order: those that make what it reads, those that a ``Wait`` before it on its stream
+    names, and the one before it on its stream.
 
-    What is not shown passes on what it needs itself, the latest of each stream; and of a rendezvous, what the other members need. What
-    only the members of a shown rendezvous need is not listed for each other.
+    What is not shown passes on what it needs itself, the latest of each stream; and of a
+    rendezvous, what the other members need. What only the members of a shown rendezvous need is not
+    listed for each other.
     """
     return _Needs(run, shown).find()
 
@@ -73,7 +75,9 @@ class _Needs:
         return tuple(sorted(found))
 
     def _pass_on(self, place: Place) -> Needs:
-        """The shown places that *place*, which is not, needs: the latest of each stream. Chains are long: without recursion."""
+        """The shown places that *place*, which is not, needs: the latest of each stream. Chains are
+        long: without recursion.
+        """
         todo, begun = [place], {place}
         while todo:
             now = todo[-1]

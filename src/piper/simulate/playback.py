@@ -1,7 +1,7 @@
 """Play a plan with given durations: when does every instruction start and end?
 
-Like :func:`piper.simulate` on devices whose hosts run ahead, without links: a message or collective takes as long as the slowest
-of its members, and what can overlap does.
+Like :func:`piper.simulate` on devices whose hosts run ahead, without links: a message or collective
+takes as long as the slowest of its members, and what can overlap does.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,16 @@ from piper.plan.topology import Contention, Port
 from piper.simulate.engine import Flow, run
 
 Durations: TypeAlias = Callable[[DeviceId, Instruction], float]
-"""How long an instruction takes on a device once it can start, in any unit; the longest member of a rendezvous counts."""
+"""How long an instruction takes on a device once it can start, in any unit; the longest member of a
+rendezvous counts.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One instruction, from ``start`` to ``end``, in the unit of the durations; time begins at 0."""
+    """One instruction, from ``start`` to ``end``, in the unit of the durations; time begins at
+    0.
+    """
 
     instruction: Instruction
     start: float
@@ -56,7 +60,8 @@ class _Given:
 def play(plan: Plan, durations: Durations) -> tuple[Track, ...]:
     """The track of each device, in device order.
 
-    Raises :class:`~piper.errors.PlanError` when the plan never comes to its end; the verifier says why.
+    Raises :class:`~piper.errors.PlanError` when the plan never comes to its end; the verifier says
+    why.
     """
     found = run(plan, _Given(durations))
     return tuple(

@@ -1,8 +1,10 @@
-"""What every device does when, in one step: predicted by :func:`piper.simulate`, or measured by ``Trainer.profile``.
+"""What every device does when, in one step: predicted by :func:`piper.simulate`, or measured by
+``Trainer.profile``.
 
-Times are seconds from the start of the step. A :class:`Box` is one instruction on one stream that takes time (chunks,
-additions, updates, messages, collectives); waits and frees have none. Boxes of one stream do not overlap and stand in issue
-order, with one exception: measured communication is seen to end only when its device waits for it.
+Times are seconds from the start of the step. A :class:`Box` is one instruction on one stream that
+takes time (chunks, additions, updates, messages, collectives); waits and frees have none. Boxes of
+one stream do not overlap and stand in issue order, with one exception: measured communication is
+seen to end only when its device waits for it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,13 +36,16 @@ class Source(StrEnum):
 class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One instruction on one stream of one device.
 
-    ``position`` is its index in the device's program, ``node`` the DAG node that it comes from (-1: none), ``label`` the
-    node's text for people, ``op`` the instruction's registered name, ``pass_`` ``F``, ``B``, ``BI``, ``BW``, ``UPDATE`` or empty. ``tags``
-    are the region path and the split dimensions. ``microbatch`` is the number within the replica (``None``: belongs to none).
-    ``nbytes`` is what communication carries (one member's payload), or the memory that a chunk touches. ``waits_on`` lists the nodes
-    whose completion its start waited for last (several for a rendezvous); empty at the start of the step. ``meeting`` is the same text on all
-    members of one message or collective, and empty for local work. ``needs`` are the boxes, by device and position, that had to be complete
-    before, whether or not they were last (see :func:`piper.simulate.needs.needs`); what the other members of its meeting need is not listed
+    ``position`` is its index in the device's program, ``node`` the DAG node that it comes from (-1:
+    none), ``label`` the node's text for people, ``op`` the instruction's registered name, ``pass_``
+    ``F``, ``B``, ``BI``, ``BW``, ``UPDATE`` or empty. ``tags`` are the region path and the split
+    dimensions. ``microbatch`` is the number within the replica (``None``: belongs to none).
+    ``nbytes`` is what communication carries (one member's payload), or the memory that a chunk
+    touches. ``waits_on`` lists the nodes whose completion its start waited for last (several for a
+    rendezvous); empty at the start of the step. ``meeting`` is the same text on all members of one
+    message or collective, and empty for local work. ``needs`` are the boxes, by device and
+    position, that had to be complete before, whether or not they were last (see
+    :func:`piper.simulate.needs.needs`); what the other members of its meeting need is not listed
     again.
     """
 
@@ -74,7 +79,9 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemoryCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bytes that are alive: ``nbytes[category][i]`` from ``times[i]`` on. Empty where memory was not counted."""
+    """Bytes that are alive: ``nbytes[category][i]`` from ``times[i]`` on. Empty where memory was
+    not counted.
+    """
 
     times: tuple[float, ...] = ()
     nbytes: dict[str, tuple[int, ...]] = {}
@@ -83,9 +90,10 @@ class MemoryCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DeviceTimeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one device does.
 
-    ``stands_for`` lists all devices that do the same, itself first (see ``Plan.roles``). ``busy`` is the seconds in which the compute
-    stream runs something, ``bubble`` the share of the step in which it does not, ``exposed`` the seconds of this in which communication of
-    the device is in flight. ``peak`` is the most bytes alive at once, ``peak_by_category`` what they consist of.
+    ``stands_for`` lists all devices that do the same, itself first (see ``Plan.roles``). ``busy``
+    is the seconds in which the compute stream runs something, ``bubble`` the share of the step in
+    which it does not, ``exposed`` the seconds of this in which communication of the device is in
+    flight. ``peak`` is the most bytes alive at once, ``peak_by_category`` what they consist of.
     """
 
     device: DeviceId
@@ -117,11 +125,14 @@ class Critical(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 
 class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One training step. ``seconds`` is its length, ``splits`` the names of the tags that are split dimensions. ``flops`` counts the chunks'
-    floating-point operations on all devices, ``recomputed`` those of them that were done before. ``hfu`` (hardware FLOPs utilisation) is the share of
-    the devices' peak that all of them use, ``mfu`` (model FLOPs utilisation) what the others use (Chowdhery et al., 2022); ``None`` if no
-    peak is known. ``unit`` is what times are counted in, wherever it says seconds: ``"s"``, or :data:`FORWARDS`. ``critical_path`` is a longest chain of boxes each of which starts when the one before ends, first to last: shortening anything
-    else does not shorten the step.
+    """One training step. ``seconds`` is its length, ``splits`` the names of the tags that are split
+    dimensions. ``flops`` counts the chunks' floating-point operations on all devices,
+    ``recomputed`` those of them that were done before. ``hfu`` (hardware FLOPs utilisation) is the
+    share of the devices' peak that all of them use, ``mfu`` (model FLOPs utilisation) what the
+    others use (Chowdhery et al., 2022); ``None`` if no peak is known. ``unit`` is what times are
+    counted in, wherever it says seconds: ``"s"``, or :data:`FORWARDS`. ``critical_path`` is a
+    longest chain of boxes each of which starts when the one before ends, first to last: shortening
+    anything else does not shorten the step.
     """
 
     version: int
@@ -145,7 +156,9 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def exposed(self) -> float:
-        """The mean seconds in which communication of a device is in flight and nothing is computed there."""
+        """The mean seconds in which communication of a device is in flight and nothing is computed
+        there.
+        """
         return sum(d.exposed * len(d.stands_for) for d in self.devices) / self.num_devices
 
     def save(self, path: str | Path) -> None:
@@ -158,7 +171,9 @@ class _Version(msgspec.Struct):
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """The timeline that :meth:`Timeline.save` wrote. Raises :class:`PlanError` for another version or a malformed file."""
+    """The timeline that :meth:`Timeline.save` wrote. Raises :class:`PlanError` for another version
+    or a malformed file.
+    """
     data = Path(path).read_bytes()
     try:
         found = msgspec.json.decode(data, type=_Version).version
@@ -172,8 +187,8 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def busy_and_exposed(lanes: Sequence[Lane], seconds: float) -> tuple[float, float, float]:
-    """Seconds in which the compute stream is busy, the share of *seconds* in which it is not, and the seconds in which some
-    other stream is busy meanwhile.
+    """Seconds in which the compute stream is busy, the share of *seconds* in which it is not, and
+    the seconds in which some other stream is busy meanwhile.
     """
     compute = _union([b for lane in lanes if lane.stream == COMPUTE for b in lane.boxes])
     everything = _union([b for lane in lanes for b in lane.boxes])

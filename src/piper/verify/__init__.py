@@ -1,7 +1,7 @@
 """The verifier: whether a plan does what its training DAG says, and comes to an end.
 
-Each check is one file, proves one invariant of *every* execution of the plan, and relies only on what instructions
-say about themselves (reads, writes, frees, rendezvous, stream, event).
+Each check is one file, proves one invariant of *every* execution of the plan, and relies only on
+what instructions say about themselves (reads, writes, frees, rendezvous, stream, event).
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,11 @@ _SHOWN = 5  # problems of one check that an error shows; one mistake often has m
 def verify(plan: Plan) -> Report:
     """Prove *plan* correct, or raise :class:`VerificationError` saying what is wrong and where.
 
-    What a pass means: on every device each node of ``plan.dag`` runs exactly once on the values it names; messages and
-    collectives pair up; the plan ends whatever the timing; no two accesses of a value race on any stream; no value is
-    used before it exists or after its free, none is left over; every parameter copy is updated once, by the sum of all
-    its contributions. Time is linear in the number of instructions.
+    What a pass means: on every device each node of ``plan.dag`` runs exactly once on the values it
+    names; messages and collectives pair up; the plan ends whatever the timing; no two accesses of a
+    value race on any stream; no value is used before it exists or after its free, none is left
+    over; every parameter copy is updated once, by the sum of all its contributions. Time is linear
+    in the number of instructions.
     """
     with collector_paused():
         subject, problems = _examine(plan)

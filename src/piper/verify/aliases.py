@@ -1,7 +1,7 @@
 """Which values share memory with the model's state.
 
-A parameter is updated in place and a buffer is stored in place, so a value that is a view of one must be read before, as
-the parameter or buffer itself. Every other write makes a new tensor.
+A parameter is updated in place and a buffer is stored in place, so a value that is a view of one
+must be read before, as the parameter or buffer itself. Every other write makes a new tensor.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,9 @@ from piper.ops.compute import Compute
 from piper.verify.trace import Trace
 
 VIEWS = TENSOR_VIEWS | {"operator"}
-"""Operators whose results may share memory with their first argument; ``operator``: ``operator.getitem``."""
+"""Operators whose results may share memory with their first argument; ``operator``:
+``operator.getitem``.
+"""
 
 
 Sources: TypeAlias = Mapping[BodyId, tuple[tuple[int, ...], ...]]

@@ -1,10 +1,10 @@
-"""Every gradient contribution is summed exactly once before the update that uses it, every copy is updated once, and the
-norm that gradients are clipped by counts each gradient once.
+"""Every gradient contribution is summed exactly once before the update that uses it, every copy is
+updated once, and the norm that gradients are clipped by counts each gradient once.
 
-The plan is executed with symbols for numbers. A contribution is (the DAG value, the device that made it). A sum is
-the multiset of its contributions, written as one integer with eight bits per contribution: adding sums adds
-integers. Beside it goes a digest of how the sum was made, because two copies of a parameter stay bitwise equal only
-if their gradients were added up in the same way.
+The plan is executed with symbols for numbers. A contribution is (the DAG value, the device that
+made it). A sum is the multiset of its contributions, written as one integer with eight bits per
+contribution: adding sums adds integers. Beside it goes a digest of how the sum was made, because
+two copies of a parameter stay bitwise equal only if their gradients were added up in the same way.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -34,7 +34,9 @@ CHECK = "contributions"
 def check_contributions(
     subject: Subject, completed: Sequence[tuple[Place, ...]]
 ) -> Iterator[Problem]:
-    """Problems. *completed* is the order of a complete execution, members of one rendezvous together."""
+    """Problems. *completed* is the order of a complete execution, members of one rendezvous
+    together.
+    """
     for text in _Symbolic(subject).run(completed):
         yield Problem(CHECK, text)
 
@@ -149,8 +151,8 @@ class _Symbolic:
             )
 
     def parties(self, meeting: Rendezvous) -> Sequence[Party] | None:
-        """Who meets on the communicator of *meeting*, in the order of its members; ``None`` if a member without a program is stood for by
-        a device that takes no part.
+        """Who meets on the communicator of *meeting*, in the order of its members; ``None`` if a
+        member without a program is stood for by a device that takes no part.
         """
         if meeting.communicator not in self._parties:
             present, roles = self.subject.members(meeting), self.subject.roles
@@ -172,7 +174,9 @@ class _Symbolic:
             yield from self.round(device, i)
 
     def round(self, device: int, i: int) -> Iterator[str]:
-        """Whole parameters are remade of slices or master copies: what this device holds of these must have been updated."""
+        """Whole parameters are remade of slices or master copies: what this device holds of these
+        must have been updated.
+        """
         slots = self.subject.plan.devices[device].slots
         for slot in self.subject.traces[device].writes[i]:
             name = slots[slot].name
@@ -233,8 +237,8 @@ class _Symbolic:
     def divided(
         self, device: int, i: int, gradients: Sequence[Slot], scale: Slot | None
     ) -> Iterator[str]:
-        """What is wrong with the scalar that *gradients* are divided by, before anything is made of them: the total weight of a weighted loss,
-        the scale of a scaled one, or both.
+        """What is wrong with the scalar that *gradients* are divided by, before anything is made of
+        them: the total weight of a weighted loss, the scale of a scaled one, or both.
 
         Once what was kept is in them, they were divided before.
         """
@@ -333,7 +337,9 @@ class _Symbolic:
         return f"{found}, but\n" + "\n".join(line for line in lines if line)
 
     def complete(self, total: Total) -> bool:
-        """Whether *total* is a whole gradient, or a slice of one: all contributions once, and what every device kept."""
+        """Whether *total* is a whole gradient, or a slice of one: all contributions once, and what
+        every device kept.
+        """
         full = self.origins.full.get(total.target)
         return total.counts == full and total.kept == self.keeping.wanted(total)
 
@@ -347,7 +353,9 @@ class _Symbolic:
             )
 
     def copies(self) -> Iterator[str]:
-        """The gradient of each copy of a parameter that has contributions is used, all in the same way."""
+        """The gradient of each copy of a parameter that has contributions is used, all in the same
+        way.
+        """
         contributions = self.subject.dag.contributions
         for device in self.subject.plan.devices:
             for info in device.slots:

@@ -1,10 +1,11 @@
 """A plan comes to its end when messages and collectives are rendezvous.
 
-The model is the strictest that a device may follow: one host per device issues instructions in order; a ``Wait``
-blocks the host until its event has happened; so does work that touches what communication in flight on its own stream
-writes, until that stream is empty; work on one stream runs in issue order, each starting when the one before is
-complete; a message or collective completes once it has started on all its members. Completion never disables
-anything, so one execution decides: if it does not get stuck, no execution does, on this or any laxer device.
+The model is the strictest that a device may follow: one host per device issues instructions in
+order; a ``Wait`` blocks the host until its event has happened; so does work that touches what
+communication in flight on its own stream writes, until that stream is empty; work on one stream
+runs in issue order, each starting when the one before is complete; a message or collective
+completes once it has started on all its members. Completion never disables anything, so one
+execution decides: if it does not get stuck, no execution does, on this or any laxer device.
 """
 
 from collections import deque
@@ -167,7 +168,9 @@ def check_deadlock(execution: Execution) -> Iterator[Problem]:
 
 
 Link: TypeAlias = tuple[int, int, str, int, int]
-"""Device, position, reason, and the device and position that must complete, start or be issued first."""
+"""Device, position, reason, and the device and position that must complete, start or be issued
+first.
+"""
 
 
 def _chain(execution: Execution, device: int) -> list[Link]:
@@ -184,7 +187,9 @@ def _chain(execution: Execution, device: int) -> list[Link]:
 
 
 def _blocker(execution: Execution, device: int) -> int:
-    """The instruction that keeps *device* from finishing: the wait its host is at, or a head of a stream."""
+    """The instruction that keeps *device* from finishing: the wait its host is at, or a head of a
+    stream.
+    """
     if execution.next[device] < len(execution.subject.traces[device].instructions):
         return execution.next[device]
     return next(queue[0] for queue in execution.queues[device] if queue)

@@ -1,6 +1,8 @@
-"""Each device does what the DAG says: every node once on each of its devices, with the values that the node names.
+"""Each device does what the DAG says: every node once on each of its devices, with the values that
+the node names.
 
-This is translation validation: for each instruction the check works out, from the DAG alone, what it must look like.
+This is translation validation: for each instruction the check works out, from the DAG alone, what
+it must look like.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,7 +84,9 @@ class _Expected:
         return known
 
     def _sum(self, node: Chunk) -> None:
-        """A sum of one value is another name of it; one of several is done by ``Accumulate`` as they come."""
+        """A sum of one value is another name of it; one of several is done by ``Accumulate`` as
+        they come.
+        """
         each = len(node.inputs) // len(node.outputs)
         if each == 1:
             self.aliases.update(zip(node.outputs, node.inputs, strict=True))
@@ -97,7 +101,9 @@ class _Expected:
             yield value, self.states[Role.SHARD, name]
 
     def reporters(self, value: ValueId) -> tuple[DeviceId, ...]:
-        """The devices that report *value*: all that have it, but one for what belongs to the whole step."""
+        """The devices that report *value*: all that have it, but one for what belongs to the whole
+        step.
+        """
         norm = self._subject.dag.grad_norm
         return (norm[1],) if norm is not None and norm[0] == value else self.homes(value)
 
@@ -113,7 +119,9 @@ class _Expected:
         return tuple(aliases.get(v, v) for v in node.inputs if device in self.homes(v))
 
     def homes(self, value: ValueId) -> tuple[DeviceId, ...]:
-        """The devices on which *value* comes into being; for one that no node makes, those that have a slot for it."""
+        """The devices on which *value* comes into being; for one that no node makes, those that
+        have a slot for it.
+        """
         if (known := self._homes.get(value)) is not None:
             return known
         dag = self._subject.dag
@@ -406,7 +414,9 @@ class _Device:
     # Helpers.
 
     def execute(self, node: Node, instruction: Instruction) -> list[str]:
-        """Note that *node* is executed here; say if it should not be, or was before, or on another stream."""
+        """Note that *node* is executed here; say if it should not be, or was before, or on another
+        stream.
+        """
         bad = []
         if node.id in self.seen:
             bad.append("the node is executed a second time on this device")

@@ -1,14 +1,15 @@
 """A step that keeps its gradients, and the one that updates from what was kept, come to the sum.
 
-Each plan is verified alone, so what they have in common is a contract on what lies between them: each device that makes contributions to a
-parameter's gradient keeps something of it, whole, or where devices sum slices (ZeRO-2 and 3) its slice.
+Each plan is verified alone, so what they have in common is a contract on what lies between them:
+each device that makes contributions to a parameter's gradient keeps something of it, whole, or
+where devices sum slices (ZeRO-2 and 3) its slice.
 
 * Of a step that keeps: what all these devices keep of a gradient is together the sum of all contributions, each once, divided as the
   step's own loss asks for. Which device keeps which of them is left open.
 * Of a step that adds: every gradient that is used has in it what each of these devices kept, once.
 
-So the gradient that is used is the sum of those of all steps. That the updating plan has all the devices on which something was kept, is the
-driver's to see to: only it knows which plans ran.
+So the gradient that is used is the sum of those of all steps. That the updating plan has all the
+devices on which something was kept, is the driver's to see to: only it knows which plans ran.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,9 @@ class Keeping:
         return self._slices.get((name, device), WHOLE)
 
     def wanted(self, total: Total) -> int:
-        """What is kept where of the gradient that *total* is, or is a slice of, as :attr:`Total.kept` has it."""
+        """What is kept where of the gradient that *total* is, or is a slice of, as
+        :attr:`Total.kept` has it.
+        """
         key = (total.name, total.part, total.shard)
         if key not in self._wanted:
             shards = dict.fromkeys((WHOLE, total.shard))
@@ -69,7 +72,9 @@ class Keeping:
         self._shares.setdefault((total.name, total.part, total.shard), []).append(total.counts)
 
     def not_kept(self, full: Mapping[tuple[str, int], int]) -> Iterator[Total]:
-        """What devices kept together of those gradients of which that is not *full*, which says what all contributions are together."""
+        """What devices kept together of those gradients of which that is not *full*, which says
+        what all contributions are together.
+        """
         for name, part, shard in self._devices:
             shares = self._shares.get((name, part, shard), ())
             together = sum(shares)

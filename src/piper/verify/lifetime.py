@@ -18,8 +18,8 @@ def check_lifetime(subject: Subject) -> Iterator[Problem]:
 class _Table:
     """The value table of one device as the program goes on.
 
-    ``live`` are the slots that hold a value; ``stored`` the state slots that hold the next step's already, with the
-    instruction that stored it.
+    ``live`` are the slots that hold a value; ``stored`` the state slots that hold the next step's
+    already, with the instruction that stored it.
     """
 
     def __init__(self, subject: Subject, trace: Trace) -> None:
@@ -49,7 +49,9 @@ class _Table:
             yield f"device {trace.device}: {self._name(slot)} is never freed"
 
     def _wants_new(self, i: int, slot: Slot) -> bool:
-        """Whether the instruction's node reads, from this slot itself and not a view of it, what another node stores here."""
+        """Whether the instruction's node reads, from this slot itself and not a view of it, what
+        another node stores here.
+        """
         dag = self.subject.dag
         node = dag.nodes.get(self.trace.instructions[i].node)
         if node is None or slot not in self.trace.reads[i]:

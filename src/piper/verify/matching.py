@@ -1,7 +1,7 @@
 """The k-th message or collective on a communicator is the same one on every member.
 
-Messages and collectives of one communicator pair up by order alone, so a swap on one side would deliver the wrong
-value without an error.
+Messages and collectives of one communicator pair up by order alone, so a swap on one side would
+deliver the wrong value without an error.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,9 @@ CHECK = "matching"
 
 
 def check_matching(subject: Subject) -> Iterator[Problem]:
-    """Problems: the first mismatch of each communicator, and communicators used on several streams of a device."""
+    """Problems: the first mismatch of each communicator, and communicators used on several streams
+    of a device.
+    """
     for name, members in positions(subject).items():
         yield from _one_stream(subject, name, members)
         yield from _pair_up(subject, name, members)

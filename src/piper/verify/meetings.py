@@ -1,5 +1,5 @@
-"""What the members of a rendezvous give, as symbolic sums. Of a folded plan, most members have no program: what they give is the image of what
-the device gives that stands for them.
+"""What the members of a rendezvous give, as symbolic sums. Of a folded plan, most members have no
+program: what they give is the image of what the device gives that stands for them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,9 @@ class Given:
         return results
 
     def _on(self, members: tuple[DeviceId, ...], party: Party, total: Total | None) -> Total | None:
-        """What *total*, which *party* has, is on *members* together; ``None`` for no sum, and if it is not for the same on all of them."""
+        """What *total*, which *party* has, is on *members* together; ``None`` for no sum, and if it
+        is not for the same on all of them.
+        """
         if total is None or self.roles is None or members == (party.device,):
             return total
         return self.origins.together(total, members, self.roles)

@@ -1,6 +1,8 @@
-"""The norm that gradients are clipped by counts the gradient of every parameter once, and every update uses it.
+"""The norm that gradients are clipped by counts the gradient of every parameter once, and every
+update uses it.
 
-Executed with symbols, beside the sums of ``contributions``: a norm is the list of the gradients, or slices of them, that it counts.
+Executed with symbols, beside the sums of ``contributions``: a norm is the list of the gradients, or
+slices of them, that it counts.
 """
 
 from collections import Counter
@@ -17,7 +19,9 @@ from piper.verify.trace import Subject
 
 
 class Norms:
-    """The symbolic norms of all devices. *totals* are the sums, by device; *complete* says whether one of them is a whole gradient."""
+    """The symbolic norms of all devices. *totals* are the sums, by device; *complete* says whether
+    one of them is a whole gradient.
+    """
 
     def __init__(
         self,
@@ -83,7 +87,9 @@ class Norms:
     def _images(
         self, places: Sequence[Place], parts: Sequence[Measured | None]
     ) -> Iterator[Measured]:
-        """The parts of members without a program: those of the device that stands for each, with that member's slices."""
+        """The parts of members without a program: those of the device that stands for each, with
+        that member's slices.
+        """
         roles = self.subject.roles
         if roles is None:
             return
@@ -115,7 +121,9 @@ class Norms:
         )
 
     def finish(self, device: int, i: int) -> Iterator[str]:
-        """The norm counts the gradient of every parameter that has one: whole once, or each slice once."""
+        """The norm counts the gradient of every parameter that has one: whole once, or each slice
+        once.
+        """
         subject = self.subject
         instruction = subject.traces[device].instructions[i]
         assert isinstance(instruction, FinishNorm)
@@ -147,7 +155,9 @@ class Norms:
             yield from ((name, part, k) for part in parts for k in slices)
 
     def clips(self, device: int, i: int, instruction: OptimizerStep) -> Iterator[str]:
-        """What is wrong with the norm that an update clips by, or by which it sees whether all gradients are finite."""
+        """What is wrong with the norm that an update clips by, or by which it sees whether all
+        gradients are finite.
+        """
         here, clip = self.subject.at(device, i), self.subject.dag.clip
         max_norm = None if clip is None else clip.max_norm
         if instruction.max_norm != max_norm:

@@ -30,7 +30,9 @@ class _Numbered:
 
 @dataclass(frozen=True, slots=True)
 class _Contribution:
-    """What one value contributes to the gradient of *name*: a digit per device that makes it, from number ``base`` on."""
+    """What one value contributes to the gradient of *name*: a digit per device that makes it, from
+    number ``base`` on.
+    """
 
     name: str
     base: int
@@ -43,7 +45,8 @@ _OrbitKey: TypeAlias = tuple[_Numbered, DeviceId, tuple[DeviceId, ...]]
 class Origins:
     """The identities of all contributions: a digit per contributing value and device.
 
-    ``full`` says, by parameter and part of its experts (``WHOLE`` where they are not sharded), what all of them are together.
+    ``full`` says, by parameter and part of its experts (``WHOLE`` where they are not sharded), what
+    all of them are together.
     """
 
     def __init__(self, dag: Dag) -> None:
@@ -130,7 +133,9 @@ class Origins:
         return value, self.digits[value].makers.devices[digit - starts[index]]
 
     def _places_in(self, groups: tuple[DeviceGroup, ...]) -> Mapping[DeviceId, int]:
-        """The place of each device in its group; what a group of one has (a master copy) is whole."""
+        """The place of each device in its group; what a group of one has (a master copy) is
+        whole.
+        """
         if (known := self._places.get(id(groups))) is None:
             shared = (group for group in groups if len(group) > 1)
             known = {device: place for group in shared for place, device in enumerate(group)}
@@ -140,8 +145,8 @@ class Origins:
     # --- of a folded plan ---------------------------------------------------------------------------
 
     def together(self, total: Total, devices: tuple[DeviceId, ...], roles: Roles) -> Total | None:
-        """The sum of what *total*, a sum on the device that stands for *devices*, is on these; ``None`` if it is not for the same part of the
-        experts and the same slice on all of them.
+        """The sum of what *total*, a sum on the device that stands for *devices*, is on these;
+        ``None`` if it is not for the same part of the experts and the same slice on all of them.
         """
         owners = list(self._owners(total))
         parts = self._parts_of_images(total.name, owners[0][1], devices, roles) if owners else ()
@@ -179,7 +184,9 @@ class Origins:
     def _parts_of_images(
         self, name: str, owner: DeviceId, devices: tuple[DeviceId, ...], roles: Roles
     ) -> Sequence[int]:
-        """The parts of the experts that what *owner* contributes is for, on each of *devices*; each once."""
+        """The parts of the experts that what *owner* contributes is for, on each of *devices*; each
+        once.
+        """
         if name not in self.dag.expert_groups:
             return (WHOLE,)
         key = (name, owner, devices)
@@ -191,7 +198,9 @@ class Origins:
     def _orbit(
         self, makers: _Numbered, owner: DeviceId, devices: tuple[DeviceId, ...], roles: Roles
     ) -> int:
-        """The digits, of a value that *makers* make, of what *owner*'s contribution is on each of *devices*."""
+        """The digits, of a value that *makers* make, of what *owner*'s contribution is on each of
+        *devices*.
+        """
         key = (makers, owner, devices)
         if (known := self._orbits.get(key)) is None:
             places = (makers.numbers[roles.moved(owner, to=device)] for device in devices)
@@ -199,7 +208,9 @@ class Origins:
         return known
 
     def _number(self, numbers: dict[ValueId, int], start: int) -> int:
-        """The number whose digits for each value, ascending from number *start* on, are those given."""
+        """The number whose digits for each value, ascending from number *start* on, are those
+        given.
+        """
         last = self.digits[list(numbers)[-1]]
         digits = bytearray(last.base + len(last.makers.devices) - start)
         excess = 0

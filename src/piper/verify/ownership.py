@@ -1,7 +1,8 @@
 """Only memory that is nothing else's is added to in place.
 
-A contribution that an ``Accumulate`` moves into the total is overwritten: so nothing else may be in its memory. That nothing reads
-the slot itself afterwards, or at the same time, is what the checks of lifetimes and races find, since the slot is freed there.
+A contribution that an ``Accumulate`` moves into the total is overwritten: so nothing else may be in
+its memory. That nothing reads the slot itself afterwards, or at the same time, is what the checks
+of lifetimes and races find, since the slot is freed there.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,10 @@
-"""Across streams only a ``Wait`` orders: every two conflicting accesses of a slot are ordered by waits.
+"""Across streams only a ``Wait`` orders: every two conflicting accesses of a slot are ordered by
+waits.
 
-One vector clock per stream of a device (Fidge and Mattern, 1988): entry t of stream s's clock is how many
-instructions of stream t are complete whenever the next instruction of s starts. Being on one stream orders too.
-Messages between devices order nothing here: each device's waits must suffice by themselves.
+One vector clock per stream of a device (Fidge and Mattern, 1988): entry t of stream s's clock is
+how many instructions of stream t are complete whenever the next instruction of s starts. Being on
+one stream orders too. Messages between devices order nothing here: each device's waits must suffice
+by themselves.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,7 +100,8 @@ class _Detector:
     def _executions(self) -> dict[int, list[tuple[int, int]]]:
         """By position: the positions of what an order puts before it, with the directive.
 
-        A receive is posted early by design and needs no place in an order; its message does what the order asks.
+        A receive is posted early by design and needs no place in an order; its message does what
+        the order asks.
         """
         if not self.orders:
             return {}
@@ -124,8 +127,8 @@ class _Detector:
     def _order(
         self, i: int, earlier: Sequence[tuple[int, int]], clock: Sequence[int]
     ) -> Iterator[Problem]:
-        """Orders that the instruction at *i* breaks. Between chunks the order is one of completion; an order that
-        names communication is one of issue.
+        """Orders that the instruction at *i* breaks. Between chunks the order is one of completion;
+        an order that names communication is one of issue.
         """
         trace, dag = self.trace, self.subject.dag
         nodes = [dag.nodes[trace.instructions[k].node] for k in (i, *(j for j, _ in earlier))]

@@ -8,8 +8,9 @@ from piper.verify.trace import Subject
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Counts over a verified plan. ``messages`` counts each message once, ``collectives`` each collective once. Of a folded plan,
-    ``instructions``, ``waits`` and ``streams`` are those of the devices that have a program.
+    """Counts over a verified plan. ``messages`` counts each message once, ``collectives`` each
+    collective once. Of a folded plan, ``instructions``, ``waits`` and ``streams`` are those of the
+    devices that have a program.
     """
 
     devices: int

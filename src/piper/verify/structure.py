@@ -1,4 +1,5 @@
-"""Every number in a plan points at something that exists: devices, slots, streams, communicators, nodes, values.
+"""Every number in a plan points at something that exists: devices, slots, streams, communicators,
+nodes, values.
 
 Other checks rely on it.
 """
@@ -81,7 +82,9 @@ def _header(plan: Plan) -> Iterator[str]:
 
 
 def _roles(plan: Plan, roles: Roles) -> Iterator[str]:
-    """The roles are those that the DAG's symmetries give, and only their first devices have a program."""
+    """The roles are those that the DAG's symmetries give, and only their first devices have a
+    program.
+    """
     if plan.roles != roles.roles:
         differing = [role for role in plan.roles if role not in roles.roles]
         yield (

@@ -9,13 +9,15 @@ WHOLE = -1
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it was added up, and which
-    slice of it is meant (``WHOLE``: all of it). ``kept``: how often what each device kept from earlier steps is in it, eight bits per
-    device. ``scaled``: of a loss's weight, that it is multiplied by the scale of the loss. ``part``: which part of the experts it is for, if
-    these are sharded.
+    """A symbolic sum: what it is for (a parameter's name), the multiset of contributions, how it
+    was added up, and which slice of it is meant (``WHOLE``: all of it). ``kept``: how often what
+    each device kept from earlier steps is in it, eight bits per device. ``scaled``: of a loss's
+    weight, that it is multiplied by the scale of the loss. ``part``: which part of the experts it
+    is for, if these are sharded.
 
-    The multiset is the integer ``counts``, with eight bits per contribution. Of it are stored the ``digits`` from number ``start`` on, all before
-    being zero: most sums are of one microbatch, of very many.
+    The multiset is the integer ``counts``, with eight bits per contribution. Of it are stored the
+    ``digits`` from number ``start`` on, all before being zero: most sums are of one microbatch, of
+    very many.
     """
 
     name: str
@@ -44,7 +46,9 @@ class Total:
 
     @property
     def kind(self) -> tuple[tuple[str, int], int, bool]:
-        """What totals that are added must have in common: what they are for, the slice, whether they are divided already."""
+        """What totals that are added must have in common: what they are for, the slice, whether
+        they are divided already.
+        """
         return self.target, self.shard, self.final
 
     def plus(self, other: "Total") -> "Total":
@@ -65,8 +69,8 @@ def together(totals: Sequence[Total], history: int) -> Total:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A symbolic norm: the gradients that it counts, with the part of the experts and the slice of each, in order; how they were put together; whether the root is
-    taken.
+    """A symbolic norm: the gradients that it counts, with the part of the experts and the slice of
+    each, in order; how they were put together; whether the root is taken.
     """
 
     counted: tuple[tuple[str, int, int], ...]

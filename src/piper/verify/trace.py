@@ -24,9 +24,9 @@ class Problem:
 class Trace:
     """One device's program as parallel lists, indexed by position in issue order.
 
-    ``values`` has the DAG value of each slot, ``state`` the state slots. ``streams`` holds indices into
-    ``stream_names``; ``uses`` are ``reads`` and the state slots that these are views of; ``waits`` the position of the
-    instruction whose completion is waited for (-1: not a wait).
+    ``values`` has the DAG value of each slot, ``state`` the state slots. ``streams`` holds indices
+    into ``stream_names``; ``uses`` are ``reads`` and the state slots that these are views of;
+    ``waits`` the position of the instruction whose completion is waited for (-1: not a wait).
     """
 
     device: DeviceId
@@ -63,7 +63,9 @@ class Messages:
         return message
 
     def of_values(self, values: tuple[ValueId, ...]) -> tuple[Message, ...]:
-        """The messages of several values; remembered, since every member of a communication asks."""
+        """The messages of several values; remembered, since every member of a communication
+        asks.
+        """
         messages = self._of_values.get(values)
         if messages is None:
             known = self._dag.values
@@ -74,8 +76,8 @@ class Messages:
 
 @dataclass(frozen=True)
 class Subject:
-    """The plan under verification and its traces, one per device, in device order. Of a folded plan, ``roles`` says which devices others
-    stand for; these have empty traces.
+    """The plan under verification and its traces, one per device, in device order. Of a folded
+    plan, ``roles`` says which devices others stand for; these have empty traces.
     """
 
     plan: Plan
@@ -153,7 +155,9 @@ def describe_value(dag: Dag, value: ValueId) -> str:
 
 
 def directives_about(dag: Dag, nodes: Iterable[NodeId]) -> list[str]:
-    """Text of the order directives that constrain any of *nodes* or their data neighbours, in directive order."""
+    """Text of the order directives that constrain any of *nodes* or their data neighbours, in
+    directive order.
+    """
     mine: set[NodeId] = set()
     for node in nodes:
         if node not in dag.nodes:

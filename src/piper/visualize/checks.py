@@ -7,7 +7,9 @@ from piper.simulate.timeline import Box, DeviceTimeline, Timeline
 
 
 def check_drawable(timeline: Timeline, name: str) -> None:
-    """Raise :class:`~piper.errors.PictureError` unless *timeline*, called *name*, takes time, and all its boxes and counts are finite."""
+    """Raise :class:`~piper.errors.PictureError` unless *timeline*, called *name*, takes time, and
+    all its boxes and counts are finite.
+    """
     if not any(True for device in timeline.devices for _ in device.boxes()):
         raise PictureError(f"{name} has no boxes: there is nothing to draw")
     for device in timeline.devices:

@@ -1,10 +1,14 @@
-"""Colours of chunks, by pass: from the palette of Okabe and Ito, which people with any kind of colour vision can tell apart."""
+"""Colours of chunks, by pass: from the palette of Okabe and Ito, which people with any kind of
+colour vision can tell apart.
+"""
 
 from typing import NamedTuple
 
 
 class Look(NamedTuple):
-    """How boxes of a pass are drawn: what the pass is, and the colours for the even and the odd stages of a device."""
+    """How boxes of a pass are drawn: what the pass is, and the colours for the even and the odd
+    stages of a device.
+    """
 
     meaning: str
     colour: str
@@ -27,7 +31,9 @@ LOOKS = {
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever reads better on *colour* (``#rrggbb``); relative luminance as WCAG 2 defines it, about."""
+    """Black or white, whichever reads better on *colour* (``#rrggbb``); relative luminance as WCAG
+    2 defines it, about.
+    """
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     luminance = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
     return "#0b0f14" if luminance > 0.2 else "#ffffff"

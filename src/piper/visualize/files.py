@@ -6,7 +6,9 @@ from piper.errors import PictureError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file; its folder is made if missing. Raises :class:`PictureError` if that is impossible."""
+    """Write a file; its folder is made if missing. Raises :class:`PictureError` if that is
+    impossible.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -1,7 +1,8 @@
 """A timeline as a web page that needs nothing else: no server, no network, no other file.
 
-The page draws on a canvas with the scripts in ``assets/``; the timeline is inside it as JSON. A timeline with more boxes than a
-browser draws smoothly is written as several pages, one after the other in time, that link to each other.
+The page draws on a canvas with the scripts in ``assets/``; the timeline is inside it as JSON. A
+timeline with more boxes than a browser draws smoothly is written as several pages, one after the
+other in time, that link to each other.
 """
 
 import html
@@ -48,11 +49,12 @@ def write_html(
     title: str,
     most_boxes: int = MOST_BOXES,
 ) -> tuple[Path, ...]:
-    """Write a page of *timelines*, one above the other, under *names*; the files that were written, *path* first.
+    """Write a page of *timelines*, one above the other, under *names*; the files that were written,
+    *path* first.
 
-    All are in one unit of time.
-    More than *most_boxes* boxes are spread over several files: ``x.html``, ``x-2.html``, …
-    Raises :class:`~piper.errors.PictureError` if there is nothing to draw or a file cannot be written.
+    All are in one unit of time. More than *most_boxes* boxes are spread over several files:
+    ``x.html``, ``x-2.html``, … Raises :class:`~piper.errors.PictureError` if there is nothing to
+    draw or a file cannot be written.
     """
     for timeline, name in zip(timelines, names, strict=True):
         check_drawable(timeline, f"timeline {name}")
@@ -76,7 +78,8 @@ def page(data: PageData, title: str) -> str:
         "style": _asset("page.css"),
         "script": "\n".join(map(_asset, _SCRIPTS)),
         "title": html.escape(title),
-        # Within a script element "</script" and "<!--" have a meaning of their own; JSON can do without "<".
+        # Within a script element "</script" and "<!--" have a meaning of their own; JSON can do
+        # without "<".
         "data": msgspec.json.encode(data).decode().replace("<", "\\u003c"),
     }
     template = _asset("page.html")

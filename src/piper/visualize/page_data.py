@@ -1,7 +1,8 @@
-"""What a page shows of a timeline, as columns of numbers: small to store and quick to read for a browser.
+"""What a page shows of a timeline, as columns of numbers: small to store and quick to read for a
+browser.
 
-Times are whole nanoseconds, texts are numbers of a table of strings, boxes are numbered stream by stream. ``assets/data.js`` is the
-reader.
+Times are whole nanoseconds, texts are numbers of a table of strings, boxes are numbered stream by
+stream. ``assets/data.js`` is the reader.
 """
 
 import bisect
@@ -17,7 +18,9 @@ from piper.simulate.timeline import Box, DeviceTimeline, MemoryCurve, Timeline
 from piper.visualize.colours import LOOKS
 
 SHOWN_WAITS = 8
-"""A box is linked to at most so many of the boxes that it waited for; they all ended at the same time."""
+"""A box is linked to at most so many of the boxes that it waited for; they all ended at the same
+time.
+"""
 
 NOWHERE = ("", 0)
 """Stands for the region of a box outside of all."""
@@ -48,7 +51,9 @@ class MemoryData(msgspec.Struct, frozen=True):
 
 
 class DeviceData(msgspec.Struct, frozen=True):
-    """One device: streams in the order in which their boxes are numbered, and its totals (see ``DeviceTimeline``)."""
+    """One device: streams in the order in which their boxes are numbered, and its totals (see
+    ``DeviceTimeline``).
+    """
 
     device: int
     stands_for: Group
@@ -63,10 +68,12 @@ class DeviceData(msgspec.Struct, frozen=True):
 class BoxColumns(msgspec.Struct):
     """One entry per box.
 
-    ``gap`` is the nanoseconds since the end of the box before on the same stream (0 before the first), ``length`` its own; ``label``, ``op``,
-    ``pass`` and ``region`` are strings by number; ``microbatch`` and ``meeting`` (equal for the members of a message or collective) are -1 for
-    none; ``odd`` is 1 for every second stage of a device. ``waits`` are the boxes whose end it needed, the first ``bound`` of them those that it
-    waited for last; ``away`` is how many more of them are in another part.
+    ``gap`` is the nanoseconds since the end of the box before on the same stream (0 before the
+    first), ``length`` its own; ``label``, ``op``, ``pass`` and ``region`` are strings by number;
+    ``microbatch`` and ``meeting`` (equal for the members of a message or collective) are -1 for
+    none; ``odd`` is 1 for every second stage of a device. ``waits`` are the boxes whose end it
+    needed, the first ``bound`` of them those that it waited for last; ``away`` is how many more of
+    them are in another part.
     """
 
     gap: list[int] = []
@@ -118,7 +125,9 @@ class PassData(msgspec.Struct, frozen=True):
 
 
 class PageData(msgspec.Struct, frozen=True):
-    """One page: one timeline or two, the file names of all parts of which it is number ``part``, and what times are counted in."""
+    """One page: one timeline or two, the file names of all parts of which it is number ``part``,
+    and what times are counted in.
+    """
 
     timelines: list[TimelineData]
     parts: list[str]
@@ -129,7 +138,9 @@ class PageData(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What one box needed, boxes numbered stream by stream: ``binding`` ended last, so that it started then; ``others`` had to end too."""
+    """What one box needed, boxes numbered stream by stream: ``binding`` ended last, so that it
+    started then; ``others`` had to end too.
+    """
 
     binding: tuple[int, ...]
     others: tuple[int, ...] = ()
@@ -138,7 +149,9 @@ class Waits:
 def timeline_data(
     timeline: Timeline, name: str, waits: Sequence[Waits], window: Window | None = None
 ) -> TimelineData:
-    """What a page shows of *timeline* with its :func:`links`, under *name*: all of it, or what happens in *window*."""
+    """What a page shows of *timeline* with its :func:`links`, under *name*: all of it, or what
+    happens in *window*.
+    """
     begin, end = window or (0.0, timeline.seconds)
     columns = _Columns(timeline, waits, begin, end, last=end >= timeline.seconds)
     devices = [columns.device(device) for device in timeline.devices]
@@ -163,7 +176,8 @@ def timeline_data(
 
 
 def windows(timelines: Sequence[Timeline], most: int) -> list[Window]:
-    """Parts of the longest of the steps in which at most *most* boxes start, all timelines together.
+    """Parts of the longest of the steps in which at most *most* boxes start, all timelines
+    together.
 
     A part may have more if they start at the same time.
     """
@@ -190,8 +204,9 @@ def outermost(box: Box, splits: frozenset[str]) -> tuple[str, int] | None:
 def links(timeline: Timeline) -> list[Waits]:
     """For each box, numbered stream by stream, what it needed.
 
-    What it waited for last, a box says by node, and a node runs on several devices. Meant are those boxes of the node, on the box's own device or
-    on one that it meets, that ended last before it started.
+    What it waited for last, a box says by node, and a node runs on several devices. Meant are those
+    boxes of the node, on the box's own device or on one that it meets, that ended last before it
+    started.
     """
     boxes = [(d.device, box) for d in timeline.devices for box in d.boxes()]
     numbers = {(device, box.position): i for i, (device, box) in enumerate(boxes)}
@@ -264,7 +279,8 @@ class _Links:
     def _last(self, number: int, box: Box, places: Sequence[_Ends]) -> list[tuple[float, int]]:
         """When and which of the boxes at *places* end last before *box* starts.
 
-        If none does, since the clocks of a measurement differ a little: the first to end of those that start before it.
+        If none does, since the clocks of a measurement differ a little: the first to end of those
+        that start before it.
         """
         ended = [e for place in places for e in place.last_before(box.start, self._slack, number)]
         if ended:

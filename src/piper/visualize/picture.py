@@ -27,13 +27,14 @@ def visualize(
 ) -> tuple[Path, ...]:
     """Draw *timeline* into the file *path*; the files that were written.
 
-    ``.html`` makes a page that needs no network: zoom, search, what waits for what, memory; *compare* is drawn below, and differences
-    are listed. *names* say what the two timelines are. A timeline too large for one page makes several, ``x.html``, ``x-2.html``, …
-    ``.svg`` makes a static picture of the chunks, ``.json`` a trace for https://ui.perfetto.dev.
-    Times are in the timeline's own unit: seconds, or forwards (F = 1).
+    ``.html`` makes a page that needs no network: zoom, search, what waits for what, memory;
+    *compare* is drawn below, and differences are listed. *names* say what the two timelines are. A
+    timeline too large for one page makes several, ``x.html``, ``x-2.html``, … ``.svg`` makes a
+    static picture of the chunks, ``.json`` a trace for https://ui.perfetto.dev. Times are in the
+    timeline's own unit: seconds, or forwards (F = 1).
 
-    Raises :class:`~piper.errors.PictureError` for another extension, a timeline without boxes, two timelines in different units, or a file
-    that cannot be written.
+    Raises :class:`~piper.errors.PictureError` for another extension, a timeline without boxes, two
+    timelines in different units, or a file that cannot be written.
     """
     where = Path(path)
     check_kind(where)

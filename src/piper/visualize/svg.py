@@ -1,6 +1,8 @@
-"""A schedule as a static picture for papers and READMEs: a row per device, a box per chunk with the number of its microbatch.
+"""A schedule as a static picture for papers and READMEs: a row per device, a box per chunk with the
+number of its microbatch.
 
-The background is transparent and all that is outside of the boxes is a grey that reads on white and on black.
+The background is transparent and all that is outside of the boxes is a grey that reads on white and
+on black.
 """
 
 from collections.abc import Iterator
@@ -27,12 +29,15 @@ _STYLE = 'role="img" font-size="11" font-family="system-ui, Segoe UI, Helvetica,
 
 
 def write_svg(timeline: Timeline, path: Path, *, width: int = 960) -> None:
-    """Write the picture. Raises :class:`PictureError` as :func:`svg` does, or if the file cannot be written."""
+    """Write the picture. Raises :class:`PictureError` as :func:`svg` does, or if the file cannot be
+    written.
+    """
     write_text(path, svg(timeline, width=width))
 
 
 def svg(timeline: Timeline, *, width: int = 960) -> str:
-    """The text of a picture *width* pixels wide: chunks and updates of all devices, without communication.
+    """The text of a picture *width* pixels wide: chunks and updates of all devices, without
+    communication.
 
     Raises :class:`PictureError` if there is no chunk, or if there are more than :data:`MOST_BOXES`.
     """
@@ -112,14 +117,18 @@ def _look(box: Box) -> Look:
 
 
 def _inside(box: Box) -> str:
-    """The microbatch's number; nothing in boxes that only belong to a chunk, such as sums of gradients."""
+    """The microbatch's number; nothing in boxes that only belong to a chunk, such as sums of
+    gradients.
+    """
     return str(box.microbatch) if box.microbatch is not None and box.op == "compute" else ""
 
 
 def _legend(
     timeline: Timeline, boxes: list[Box], margin: int, bottom: int, width: int, *, darker: bool
 ) -> Iterator[str]:
-    """What the colours mean (what *darker* boxes are, if there is room), and on the right the share of the bubble."""
+    """What the colours mean (what *darker* boxes are, if there is room), and on the right the share
+    of the bubble.
+    """
     left = float(margin)
     used = {box.pass_ for box in boxes}
     for meaning, colour in (

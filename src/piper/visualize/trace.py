@@ -1,7 +1,8 @@
 """A timeline as a trace for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``.
 
-One process per device, a track per stream (several where its boxes overlap, which a viewer would draw as one call inside of another), an arrow for
-each message, a counter track for memory. The format is Google's *Trace Event Format* (JSON, times in microseconds); times are rounded to the
+One process per device, a track per stream (several where its boxes overlap, which a viewer would
+draw as one call inside of another), an arrow for each message, a counter track for memory. The
+format is Google's *Trace Event Format* (JSON, times in microseconds); times are rounded to the
 viewers' whole nanoseconds, so that boxes that touch do not overlap.
 """
 
@@ -74,7 +75,9 @@ def _tracks(device: DeviceTimeline) -> Iterator[tuple[str, list[Box]]]:
 
 
 def save_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write the trace of *timeline* to *path* (JSON). Raises :class:`~piper.errors.PictureError` if a time or count is not finite."""
+    """Write the trace of *timeline* to *path* (JSON). Raises :class:`~piper.errors.PictureError` if
+    a time or count is not finite.
+    """
     check_drawable(timeline, "the timeline")
     contents = {
         "displayTimeUnit": "ms",

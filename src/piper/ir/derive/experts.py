@@ -1,5 +1,5 @@
-"""All-to-all: what enters and leaves a sharded expert region is exchanged among the devices that share the experts, and with those that
-have tokens for them.
+"""All-to-all: what enters and leaves a sharded expert region is exchanged among the devices that
+share the experts, and with those that have tokens for them.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,8 +43,8 @@ def sharing(builder: Builder, chunk: Chunk) -> tuple[DeviceGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a value gets from one side of a region's border to the other: the groups that exchange, who does what in each, and the devices on
-    which the values of those outside are.
+    """How a value gets from one side of a region's border to the other: the groups that exchange,
+    who does what in each, and the devices on which the values of those outside are.
     """
 
     groups: tuple[DeviceGroup, ...]
@@ -54,11 +54,12 @@ class _Way:
 
 @dataclass
 class Exchange:
-    """Makes the all-to-all nodes, each once. *core* are the core chunks as they were; *move* brings a value that lives where a chunk runs to a
-    group of devices, for a reader.
+    """Makes the all-to-all nodes, each once. *core* are the core chunks as they were; *move* brings
+    a value that lives where a chunk runs to a group of devices, for a reader.
 
-    If those outside are on the region's own devices, or on as many others, then what they have is on the region's devices before it is
-    exchanged within the groups that share experts, and afterwards. Else each such group and those for which it works exchange directly.
+    If those outside are on the region's own devices, or on as many others, then what they have is
+    on the region's devices before it is exchanged within the groups that share experts, and
+    afterwards. Else each such group and those for which it works exchange directly.
     """
 
     builder: Builder
@@ -68,7 +69,9 @@ class Exchange:
     counted: dict[tuple[ValueId, tuple[DeviceGroup, ...]], ValueId] = field(default_factory=dict)
 
     def leave(self, value: ValueId, maker: Chunk, reader: Chunk) -> ValueId:
-        """What *maker*, in a sharded region, made of the tokens of each device of *reader*, there."""
+        """What *maker*, in a sharded region, made of the tokens of each device of *reader*,
+        there.
+        """
         layout = self.builder.values[value].experts
         assert reader.devices is not None
         if layout is None:
@@ -78,7 +81,9 @@ class Exchange:
         return self.move(back, maker, reader.devices, reader) if way.ends is None else back
 
     def enter(self, value: ValueId, maker: Chunk, reader: Chunk) -> ValueId:
-        """The part of *value* that is for the experts of each device of *reader*, in a sharded region."""
+        """The part of *value* that is for the experts of each device of *reader*, in a sharded
+        region.
+        """
         layout = self.builder.values[value].experts
         assert maker.devices is not None
         assert reader.devices is not None
@@ -89,7 +94,9 @@ class Exchange:
         return self._exchange(here, reader, way, layout, back=False)
 
     def _way(self, chunk: Chunk, outside: DeviceGroup, layout: ExpertLayout) -> _Way:
-        """The way for a value of *layout*: rows of others are exchanged within the region's groups only if their counts can be there too."""
+        """The way for a value of *layout*: rows of others are exchanged within the region's groups
+        only if their counts can be there too.
+        """
         way = find_way(self.builder, chunk, outside)
         if layout.kind is not LayoutKind.ROWS or way.ends is not None or outside == chunk.devices:
             return way
@@ -183,7 +190,8 @@ class Exchange:
 
 
 def find_way(builder: Builder, chunk: Chunk, outside: DeviceGroup, *, direct: bool = False) -> _Way:
-    """How *chunk*, in a sharded region, and chunks on *outside* exchange values; *direct*: by a way that moves nothing before or after.
+    """How *chunk*, in a sharded region, and chunks on *outside* exchange values; *direct*: by a way
+    that moves nothing before or after.
 
     Raises :class:`PlacementError` where they cannot.
     """
@@ -219,8 +227,8 @@ def find_way(builder: Builder, chunk: Chunk, outside: DeviceGroup, *, direct: bo
 def _dealt(
     devices: DeviceGroup, lists: tuple[DeviceGroup, ...], outside: DeviceGroup
 ) -> tuple[DeviceGroup, ...]:
-    """The members of *outside* that each of *lists*, which partition *devices*, works for: as many replicas as there are devices are those at the
-    same places, others equal runs.
+    """The members of *outside* that each of *lists*, which partition *devices*, works for: as many
+    replicas as there are devices are those at the same places, others equal runs.
     """
     if len(devices) == len(outside):
         return tuple(tuple(outside[devices.index(d)] for d in group) for group in lists)

@@ -8,8 +8,8 @@ from piper.ops.base import shard_length
 
 
 def find_shards(builder: Builder) -> dict[str, tuple[DeviceGroup, ...]]:
-    """For each sharded parameter the groups whose member i holds slice i; for each other one that has a master copy groups of one device,
-    which holds all of it.
+    """For each sharded parameter the groups whose member i holds slice i; for each other one that
+    has a master copy groups of one device, which holds all of it.
 
     Raises :class:`DirectiveError` if users of one parameter shard it differently.
     """
@@ -51,8 +51,9 @@ def _sharded(builder: Builder, name: str, replication: Replication) -> bool:
 def shard_groups(
     builder: Builder, name: str, replication: Replication, devices: DeviceGroup
 ) -> tuple[DeviceGroup, ...]:
-    """The groups within which parameter *name* of a node on *devices* is sharded: the replication's lists, of which each is cut into those
-    devices that hold the same experts if experts are sharded.
+    """The groups within which parameter *name* of a node on *devices* is sharded: the replication's
+    lists, of which each is cut into those devices that hold the same experts if experts are
+    sharded.
     """
     copies = builder.copies(name, devices)
     key = (id(replication), devices, copies)
@@ -96,7 +97,9 @@ def _check_equal(
 
 
 def shard_spec(builder: Builder, name: str, role: Role) -> TensorSpec:
-    """Spec of one slice of a parameter, or of its gradient, padding included. The only slice is the whole tensor, in its own shape."""
+    """Spec of one slice of a parameter, or of its gradient, padding included. The only slice is the
+    whole tensor, in its own shape.
+    """
     dag = builder.dag
     spec = builder.held_spec(name)
     if role is Role.SHARD:
@@ -117,7 +120,9 @@ def shard_count(builder: Builder, name: str) -> int:
 
 
 def shard_value(builder: Builder, name: str, role: Role = Role.SHARD) -> Value:
-    """A value that holds a slice of the parameter, or of its gradient; the id is to be filled in."""
+    """A value that holds a slice of the parameter, or of its gradient; the id is to be filled
+    in.
+    """
     some = next(iter(builder.values.values()))
     return Value(some.id, shard_spec(builder, name, role), role, name)
 

@@ -32,7 +32,9 @@ class _Links:
         self._exchange = Exchange(builder, core, self._move)
 
     def bring(self, value: ValueId, reader: Chunk) -> ValueId:
-        """*value* as *reader* reads it: out of its maker's sharded region, to the reader's devices, into its region."""
+        """*value* as *reader* reads it: out of its maker's sharded region, to the reader's devices,
+        into its region.
+        """
         maker = self._builder.makers.get(value)
         if maker is None or maker.devices is None or reader.devices is None:
             return value
@@ -56,7 +58,9 @@ class _Links:
 def transfer(
     builder: Builder, value: ValueId, maker: Chunk, to: DeviceGroup, reader: str, stream: Stream
 ) -> ValueId:
-    """Send *value*, which lives where *maker* runs, to the group *to*; the value that arrives there."""
+    """Send *value*, which lives where *maker* runs, to the group *to*; the value that arrives
+    there.
+    """
     assert maker.devices is not None
     where = (
         f"{maker.label!r} on devices {list(maker.devices)} feeds {reader!r} on devices {list(to)}"

@@ -44,8 +44,9 @@ ByGroup = Mapping[Group, Sequence[ValueId]]
 
 @dataclass(frozen=True)
 class Use:
-    """How a parameter is trained: who makes contributions (and how many), who else reads it, under which replication of each of these
-    groups and which level, for which region. Parameters with equal uses may share buckets.
+    """How a parameter is trained: who makes contributions (and how many), who else reads it, under
+    which replication of each of these groups and which level, for which region. Parameters with
+    equal uses may share buckets.
     """
 
     holders: tuple[Group, ...]
@@ -61,7 +62,8 @@ class Use:
 def synchronise(builder: Builder) -> None:
     """Sum every parameter's contributions, reduce the sums, update each copy.
 
-    Of a step that keeps its gradients nothing is reduced that only the updating step needs: each device keeps what it has summed itself.
+    Of a step that keeps its gradients nothing is reduced that only the updating step needs: each
+    device keeps what it has summed itself.
     """
     made: dict[str, ByGroup] = {}
     alike: dict[Use, list[str]] = {}
@@ -128,7 +130,9 @@ def _replication(builder: Builder, claim: int | None) -> Replication | None:
 
 
 def _readers(builder: Builder) -> Mapping[str, Mapping[DeviceGroup, int | None]]:
-    """The device groups that read each parameter, whole or gathered, and the replication of the first that does on each."""
+    """The device groups that read each parameter, whole or gathered, and the replication of the
+    first that does on each.
+    """
     readers: dict[str, dict[DeviceGroup, int | None]] = {}
     for chunk in builder.core():
         for value in chunk.inputs:
@@ -162,7 +166,9 @@ def _use(
 
 
 def _check_claims(builder: Builder, parameter: str, makers: Sequence[Chunk]) -> None:
-    """The users of a parameter are reduced together: what they were replicated by says the same but for the devices."""
+    """The users of a parameter are reduced together: what they were replicated by says the same but
+    for the devices.
+    """
     first, *others = dict.fromkeys(m.replication for m in makers)
     for other in others:
         differing = _differing(_replication(builder, first), _replication(builder, other))
@@ -205,8 +211,9 @@ def _refuse_overlap(parameter: str, groups: Sequence[Group]) -> None:
 
 @dataclass(frozen=True)
 class _Final:
-    """The gradients of a bucket, reduced, on *devices*, which hold the parameters or slices; *holders* are the groups of these devices.
-    On each device there is one of *scales*, which the gradients are to be divided by, or there is none.
+    """The gradients of a bucket, reduced, on *devices*, which hold the parameters or slices;
+    *holders* are the groups of these devices. On each device there is one of *scales*, which the
+    gradients are to be divided by, or there is none.
     """
 
     gradients: Sequence[ValueId]
@@ -240,7 +247,9 @@ class _Bucket:
             self.builder.add(self._with_kept(Keep, group, sums, divisors), [])
 
     def finals(self, divisors: Mapping[Group, ValueId]) -> Iterator[_Final]:
-        """Sum and reduce; the gradients on the groups that make contributions, then on each that only reads the parameters."""
+        """Sum and reduce; the gradients on the groups that make contributions, then on each that
+        only reads the parameters.
+        """
         builder, use = self.builder, self.use
         sums = self._accumulated()
         if builder.dag.gradient_use is GradientUse.ADD:
@@ -270,7 +279,9 @@ class _Bucket:
             yield _Final(sent, scale, group, (group,))
 
     def owners(self) -> Group:
-        """The devices that hold each gradient once: one copy, or the slices of one group, of each part of the experts."""
+        """The devices that hold each gradient once: one copy, or the slices of one group, of each
+        part of the experts.
+        """
         first = self.use.holders[0]
         if first is None:
             return None
@@ -284,8 +295,8 @@ class _Bucket:
         )
 
     def update(self, final: _Final, norm: ValueId | None = None) -> None:
-        """Update the copies or slices on the devices of *final*, clipped by *norm* if given; refresh whole parameters of which only slices, or
-        master copies, were updated.
+        """Update the copies or slices on the devices of *final*, clipped by *norm* if given;
+        refresh whole parameters of which only slices, or master copies, were updated.
         """
         builder, use = self.builder, self.use
         mastered = use.level is Level.NONE and has_master(builder, self.names[0])
@@ -310,7 +321,9 @@ class _Bucket:
             builder.add(update_chunk(work, use.region, updated, final.devices), [])
 
     def _accumulated(self) -> dict[Group, tuple[ValueId, ...]]:
-        """What each group of devices adds up by itself in a step: whole gradients, or where no device has these, slices of them."""
+        """What each group of devices adds up by itself in a step: whole gradients, or where no
+        device has these, slices of them.
+        """
         if self._sums_slices:
             return self._sums(self._scattered(), self._accumulators())
         return self._sums(self.made, self._accumulators())

@@ -21,7 +21,9 @@ from piper.ops.broadcast import Broadcast
 
 
 def sum_weights(builder: Builder, groups: Collection[Group]) -> Mapping[Group, ValueId]:
-    """The total loss weight on each of *groups*, which update something; empty for a loss without weights."""
+    """The total loss weight on each of *groups*, which update something; empty for a loss without
+    weights.
+    """
     dag = builder.dag
     if dag.loss_kind is LossKind.MEAN or not groups:
         return {}
