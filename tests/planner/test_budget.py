@@ -9,7 +9,8 @@ import piper
 from piper.errors import ConfigError, MemoryBudgetError
 from piper.plan.account import account, adam_bytes
 from piper.plan.codec import encode_plan
-from piper.planner.budget import RECEIVE_BYTES, Bounds, to_bytes
+from piper.planner.budget import RECEIVE_BYTES, Bounds
+from piper.sizes import to_bytes
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import torch
 from piper.backends.base import Backend
 from piper.backends.inprocess import InProcessBackend
 from piper.plan.account import gloo_frame
-from piper.planner.budget import Bounds, Limits, Size, to_bytes
+from piper.planner.budget import Bounds, Limits
 from piper.runtime.optimizer import OptimizerSpec
+from piper.sizes import Size, to_bytes
 
 _PROBES = (8, 16)
 """Rows of the matrices of 8 columns on which an optimizer is tried."""

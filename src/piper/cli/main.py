@@ -57,7 +57,7 @@ DevicesPerNode = Annotated[
 ]
 
 
-class Costs(StrEnum):
+class Durations(StrEnum):
     """Where ``piper plan`` takes the durations of the chunks from."""
 
     UNIT = "unit"
@@ -130,11 +130,11 @@ def train(
 def plan(
     config: ConfigPath,
     costs: Annotated[
-        Costs,
+        Durations,
         typer.Option(
             help="Draw a forward as 1 and a backward as 2 units of time, or chunks by their estimated time."
         ),
-    ] = Costs.UNIT,
+    ] = Durations.UNIT,
     text: Annotated[
         bool, typer.Option("--text", help="Print every device's instructions instead.")
     ] = False,
@@ -165,7 +165,7 @@ def plan(
         run(
             config,
             Console(),
-            estimated=costs is Costs.ESTIMATED,
+            estimated=costs is Durations.ESTIMATED,
             text=text,
             save=save,
             measured=measure,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from piper.api.memory import frame_bytes
+from piper.api.memory import frame_bytes, optimizer_bytes
 from piper.api.programs import Program, Programs, make_clip, model_tensors
 from piper.backends.measured import measure
 from piper.ids import DeviceId, Stream
@@ -21,19 +21,18 @@ from piper.models.transformer import Transformer, transformer_loss
 from piper.ops.base import Instruction
 from piper.ops.compute import Compute
 from piper.ops.update import OptimizerStep
-from piper.plan.account import OptimizerBytes, account, adam_bytes
+from piper.plan.account import account
 from piper.plan.codec import save_plan
 from piper.plan.memory import Category, DeviceMemory
 from piper.plan.model import DevicePlan, Plan
 from piper.plan.text import overlap_text, plan_text
-from piper.planner.budget import to_bytes
 from piper.planner.estimate import Rates, node_seconds
 from piper.runtime.batch import Batch
 from piper.runtime.optimizer import OptimizerSpec
 from piper.simulate.playback import Durations, Track, play
+from piper.sizes import size_text, to_bytes
 from piper.training.config import RunConfig, load_config
 from piper.training.model import make_model, make_skeleton
-from piper.training.sections import OptimizerSection, SGDSection
 from piper.visualize.terminal import Box, DeviceRow, draw
 
 FOLD_ABOVE = 32
@@ -117,7 +116,7 @@ def make_program(
     clip = make_clip(config.train.max_grad_norm, 2.0)
     limits = dataclasses.replace(
         config.memory.limits(),
-        optimizer_bytes=optimizer_bytes(config.optimizer),
+        optimizer_bytes=optimizer_bytes(OptimizerSpec(config.optimizer.build)),
         frame_bytes=_frame_bytes(config, measured=measured),
     )
     programs = Programs(
@@ -137,7 +136,9 @@ def plan_memory(config: RunConfig, plan: Plan, *, measured: bool) -> tuple[Devic
     configuration's backend.
     """
     frame_bytes = _frame_bytes(config, measured=measured)
-    return account(plan, optimizer_bytes(config.optimizer), frame_bytes=frame_bytes)
+    return account(
+        plan, optimizer_bytes(OptimizerSpec(config.optimizer.build)), frame_bytes=frame_bytes
+    )
 
 
 def _frame_bytes(config: RunConfig, *, measured: bool) -> Callable[[int], int]:
@@ -155,13 +156,6 @@ def measure_memory(
         OptimizerSpec(config.optimizer.build),
         program.constants,
     )
-
-
-def optimizer_bytes(section: OptimizerSection) -> OptimizerBytes:
-    """Bytes of optimizer state for a trained tensor of so many bytes."""
-    if isinstance(section, SGDSection):
-        return 1.0 if section.momentum else 0.0
-    return adam_bytes
 
 
 def _batch(config: RunConfig) -> Batch:
@@ -255,7 +249,7 @@ class _Traffic:
     nbytes: int
 
     def __str__(self) -> str:
-        return f"{self.count}, {_size(self.nbytes)}" if self.count else "none"
+        return f"{self.count}, {size_text(self.nbytes)}" if self.count else "none"
 
 
 def _table(plan: Plan, rows: Sequence[DeviceRow]) -> Table:
@@ -273,7 +267,7 @@ def _table(plan: Plan, rows: Sequence[DeviceRow]) -> Table:
             device_name(alike),
             ", ".join(_regions(plan.dag, chunks)),
             str(len(chunks)),
-            _size(_parameter_bytes(mine)),
+            size_text(_parameter_bytes(mine)),
             *(str(traffic) for traffic in _traffic(mine)),
             f"{1 - busy / (end - begin):.1%}",
         )
@@ -329,11 +323,11 @@ def _memory_table(
         mine = plan.devices[alike[0]]
         table.add_row(
             device_name(alike),
-            _size(memory.peak),
-            *(() if measured is None else (_size(measured[mine.device].peak),)),
-            *(_size(memory.by_category[category]) for category in columns),
+            size_text(memory.peak),
+            *(() if measured is None else (size_text(measured[mine.device].peak),)),
+            *(size_text(memory.by_category[category]) for category in columns),
             _place(plan, mine.instructions[memory.position]),
-            *((_size(memory.highest[Category.HOST]),) if offloaded else ()),
+            *((size_text(memory.highest[Category.HOST]),) if offloaded else ()),
         )
     return table
 
@@ -342,10 +336,3 @@ def _place(plan: Plan, instruction: Instruction) -> str:
     """For people: which node an instruction belongs to."""
     node = plan.dag.nodes.get(instruction.node)
     return instruction.op if node is None else node.label
-
-
-def _size(nbytes: int) -> str:
-    """Bytes for people, in powers of 1024."""
-    if nbytes < 1000 * 1024:
-        return f"{nbytes / 1024:.3g} KiB"
-    return f"{nbytes / (1024 * 1024):.3g} MiB"

@@ -8,14 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from piper.api.memory import frame_bytes
+from piper.api.memory import frame_bytes, optimizer_bytes
 from piper.cli.main import UNIT
-from piper.cli.plan import device_name, make_program, optimizer_bytes, say_folded
+from piper.cli.plan import device_name, make_program, say_folded
 from piper.errors import ConfigError
 from piper.plan.costs import Costs, UnitCosts, hardware
 from piper.plan.model import Plan
 from piper.plan.profile import load_profile
 from piper.plan.topology import Topology
+from piper.runtime.optimizer import OptimizerSpec
 from piper.simulate import simulate as run
 from piper.simulate.critical import shares
 from piper.simulate.timeline import SECONDS, Timeline
@@ -101,7 +102,7 @@ def simulated(config: RunConfig, costs: Costs) -> Simulated:
     timeline = run(
         plan,
         costs,
-        optimizer_bytes=optimizer_bytes(config.optimizer),
+        optimizer_bytes=optimizer_bytes(OptimizerSpec(config.optimizer.build)),
         frame_bytes=frame_bytes(config.train.backend),
     )
     return Simulated(plan, timeline)

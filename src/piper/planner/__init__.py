@@ -24,12 +24,13 @@ from piper.plan.account import OptimizerBytes
 from piper.plan.costs import Costs
 from piper.plan.model import Plan
 from piper.plan.roles import Roles, find_roles
-from piper.planner.budget import Bounds, Limits, Size, plan_within, to_bytes
+from piper.planner.budget import Bounds, Limits, plan_within
 from piper.planner.cut import Cutter
 from piper.planner.estimate import Rates, costed_seconds, node_seconds
 from piper.planner.gathers import share_gathers
 from piper.planner.scatters import share_scatters
 from piper.planner.streams import total_order
+from piper.sizes import Size, to_bytes
 
 
 def plan(

@@ -9,46 +9,22 @@ itself if that fits too. So a plan is cut a few times at most; the order of its 
 once.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from piper.errors import ConfigError, MemoryBudgetError
+from piper.errors import MemoryBudgetError
 from piper.ids import DeviceId
 from piper.ir.dag import Level
 from piper.plan.account import OptimizerBytes, account
 from piper.plan.memory import Category, DeviceMemory
 from piper.plan.model import Plan
+from piper.sizes import size_text
 
 RECEIVE_BYTES = 16 * 1024 * 1024
 """Bound on early receives where none is given: more hides nothing, since a sender is seldom that
 far ahead.
 """
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", start=1)},
-    **{f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", start=1)},
-}
-
-Size: TypeAlias = int | str
-"""Bytes, or a text such as ``"512MiB"``."""
-
-
-def to_bytes(size: Size, what: str) -> int:
-    """The number of bytes that *size* says: a number, or one with a unit (B, KiB, MiB, GiB, TiB, or
-    kB, MB, GB, TB in powers of 1000).
-
-    Raises :class:`ConfigError`, naming *what*, for anything else or a negative number.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size).lower())
-    if isinstance(size, bool) or found is None or found[2] not in _UNITS:
-        raise ConfigError(
-            f'{what}: expected bytes, as a number or with a unit such as "512MiB" or "80GB", found {size!r}'
-        )
-    return int(float(found[1]) * _UNITS[found[2]]) if found[2] else int(float(found[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +138,11 @@ class _Search:
         others = f" (over the budget: devices {_devices(over)})" if len(over) > 1 else ""
         parts = sorted(worst.by_category.items(), key=lambda item: -item[1])
         parts = [(c, n) for c, n in parts if n and c in _ADVICE]
-        listed = "\n".join(f"  {_size(n):>10}  {c.value}" for c, n in parts)
+        listed = "\n".join(f"  {size_text(n):>10}  {c.value}" for c, n in parts)
         advice = "\n".join(f"  {text}" for text in _advice(plan, parts))
         return MemoryBudgetError(
-            f"memory_budget is {_size(self._budget)} ({self._budget} bytes) per device, but device {worst.device} needs "
-            f"{_size(worst.peak)} for a step under this strategy{others}: a budget of {worst.peak} bytes would do. Its peak is after "
+            f"memory_budget is {size_text(self._budget)} ({self._budget} bytes) per device, but device {worst.device} needs "
+            f"{size_text(worst.peak)} for a step under this strategy{others}: a budget of {worst.peak} bytes would do. Its peak is after "
             f"instruction {worst.position}, {_place(plan, worst)}, with\n{listed}\nWhat could lower it:\n{advice}"
         )
 
@@ -218,13 +194,3 @@ def _advice(plan: Plan, parts: Sequence[tuple[Category, int]]) -> list[str]:
 def _devices(devices: Sequence[DeviceId]) -> str:
     shown = ", ".join(map(str, devices[:8]))
     return f"{shown}, …" if len(devices) > 8 else shown
-
-
-def _size(nbytes: int) -> str:
-    """Bytes for people."""
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"

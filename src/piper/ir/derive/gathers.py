@@ -11,7 +11,12 @@ from msgspec.structs import replace
 from piper.ids import ValueId
 from piper.ir.dag import Chunk, DeviceGroup, Level, Replication, Role, Tags
 from piper.ir.derive.builder import Builder, communication
-from piper.ir.derive.sharding import level_of, shard_groups, shard_value
+from piper.ir.derive.sharding import (
+    level_of,
+    shard_groups,
+    shard_value,
+    users_of_parameters,
+)
 from piper.ops.all_gather import AllGather
 
 
@@ -68,7 +73,7 @@ def _buckets(builder: Builder) -> dict[str, tuple[str, ...]]:
     """
     order: dict[tuple[object, ...], list[str]] = {}
     limits: dict[tuple[object, ...], int | None] = {}
-    users = _users(builder)
+    users = users_of_parameters(builder)
     for name, chunks in users.items():
         replication = builder.replication(chunks[0])
         if level_of(builder, name, replication) is not Level.PARAMETERS or replication is None:
@@ -87,13 +92,3 @@ def _buckets(builder: Builder) -> dict[str, tuple[str, ...]]:
         for bucket in builder.cut(names, limits[alike]):
             found.update(dict.fromkeys(bucket, tuple(bucket)))
     return found
-
-
-def _users(builder: Builder) -> dict[str, list[Chunk]]:
-    users: dict[str, list[Chunk]] = {}
-    for chunk in builder.core():
-        for value in chunk.inputs:
-            info = builder.values[value]
-            if info.role is Role.PARAMETER:
-                users.setdefault(info.name, []).append(chunk)
-    return users

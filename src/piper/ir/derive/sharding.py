@@ -14,12 +14,7 @@ def find_shards(builder: Builder) -> dict[str, tuple[DeviceGroup, ...]]:
     Raises :class:`DirectiveError` if users of one parameter shard it differently.
     """
     found: dict[str, dict[DeviceGroup, Replication]] = {}
-    users: dict[str, list[Chunk]] = {}
-    for chunk in builder.core():
-        for value in chunk.inputs:
-            info = builder.values[value]
-            if info.role is Role.PARAMETER:
-                users.setdefault(info.name, []).append(chunk)
+    users = users_of_parameters(builder)
     for name, chunks in users.items():
         for chunk in chunks:
             replication = builder.replication(chunk)
@@ -36,6 +31,17 @@ def find_shards(builder: Builder) -> dict[str, tuple[DeviceGroup, ...]]:
             holders = dict.fromkeys(d for chunk in chunks for d in chunk.participants)
             shards[name] = tuple((device,) for device in holders)
     return shards
+
+
+def users_of_parameters(builder: Builder) -> dict[str, list[Chunk]]:
+    """The core chunks that read each parameter."""
+    users: dict[str, list[Chunk]] = {}
+    for chunk in builder.core():
+        for value in chunk.inputs:
+            info = builder.values[value]
+            if info.role is Role.PARAMETER:
+                users.setdefault(info.name, []).append(chunk)
+    return users
 
 
 def has_master(builder: Builder, name: str) -> bool:
