@@ -1,6 +1,7 @@
 """What a receiver does with messages that no piper sender would send."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -97,6 +98,20 @@ def test_payloads_are_aligned_for_their_type(pair, count):
     sent.wait()
     assert tensor.data_ptr() % 16 == 0
     assert tensor.tolist() == [1 + 2j] * count
+
+
+def test_a_send_is_over_when_its_message_has_gone_though_nobody_waits_for_it(pair):
+    """Or the frames of a whole step would stay in memory."""
+    sender, receiver = pair
+    sends = [sender.send(torch.arange(8.0), 1) for _ in range(3)]
+    for _ in sends:
+        receiver.receive(Message((8,), "float32"), 0)[1].wait()
+    give_up = time.monotonic() + 10
+    while not all(send.done() for send in sends) and time.monotonic() < give_up:
+        time.sleep(0.001)
+    assert all(send.done() for send in sends)
+    for send in sends:
+        send.wait()
 
 
 def test_a_peer_that_is_gone_is_noticed_at_once(pair):

@@ -102,14 +102,14 @@ def test_files_with_experts_load_and_run(tmp_path, groups, options):
     strategy = piper.load_strategy(write(tmp_path, contents))
     assert len(strategy) == len(contents)
     stages, pieces, form = len(groups), 4, "dropless"
-    captured = expert_matrix._captured(stages, form)
+    captured = expert_matrix.captured(stages, form)
     rows = pieces * expert_matrix.ROWS
     plan = piper.plan(piper.apply(replace(captured.dag, batch_size=rows), strategy))
     piper.verify(plan)
     assert len(plan.dag.expert_groups) == 2 * stages
-    model, batches = expert_matrix._model(stages, form), expert_matrix._batches(pieces)
+    model, batches = expert_matrix.model_of(stages, form), expert_matrix.batches(pieces)
     found = planned.train(plan, captured.constants, model, batches, adam)
-    expected = expert_matrix._expected(stages, form, pieces)
+    expected = expert_matrix.expected(stages, form, pieces)
     assert planned.compare(found, expected).worst <= expert_matrix.TOLERANCE
 
 

@@ -175,11 +175,14 @@ def _contention(
         began, calls = time.perf_counter(), 0
         handle = start()
         issued = time.perf_counter() - began
-        while not handle.done():
+        waiting = threading.Thread(target=handle.wait)
+        waiting.start()
+        while waiting.is_alive():
             compute()
             calls += 1
         took = time.perf_counter() - began
-        handle.wait()
+        waiting.join()
+        handle.wait()  # raises what the thread met
         if calls:
             work.append(calls * call / (took - issued))
             traffic.append(alone / took)

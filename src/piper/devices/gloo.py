@@ -10,12 +10,15 @@ message's number, and the tensor's type and shape, which the receiver compares w
 """
 
 import struct
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from math import prod
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias
 from zlib import crc32
 
@@ -169,8 +172,70 @@ class _Work:
             finish()
 
     def done(self) -> bool:
-        """Whether gloo is through with it."""
+        """Whether gloo is known to be through with it: of messages, once they were waited for."""
         return self._complete or bool(self._work.is_completed())
+
+
+class _Sent:
+    """A send in flight."""
+
+    __slots__ = ("_error", "_over", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._over = threading.Event()
+        self._error: RuntimeError | None = None
+
+    def end(self, error: RuntimeError | None) -> None:
+        """It has gone, or failed."""
+        self._error = error
+        self._over.set()
+
+    def wait(self) -> None:
+        """See :class:`~piper.ops.base.Handle`."""
+        self._over.wait()
+        if self._error is not None:
+            raise CommunicationError(_explain(self._what, self._error)) from self._error
+
+    def done(self) -> bool:
+        """Whether gloo is through with it."""
+        return self._over.is_set()
+
+
+class _Sends:
+    """Waits for sends, in order, on a thread of its own.
+
+    Gloo says that a message has gone only to who waits for it, and nobody waits for a send before
+    the end of the step: until then all frames of the step would stay in memory.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[dist.Work, torch.Tensor, _Sent] | None] = SimpleQueue()
+        self._started = False
+        weakref.finalize(self, self._queue.put, None)
+
+    def add(self, work: dist.Work, frame: torch.Tensor, what: str) -> _Sent:
+        """The handle of *work*, which sends *frame*."""
+        if not self._started:
+            self._started = True
+            threading.Thread(
+                target=_wait_for_sends, args=(self._queue,), name="piper sends", daemon=True
+            ).start()
+        sent = _Sent(what)
+        self._queue.put((work, frame, sent))
+        return sent
+
+
+def _wait_for_sends(queue: "SimpleQueue[tuple[dist.Work, torch.Tensor, _Sent] | None]") -> None:
+    while (item := queue.get()) is not None:
+        work, _, sent = item
+        error = None
+        try:
+            work.wait()
+        except RuntimeError as found:
+            error = found
+        del work, item, _  # the frame, before anyone hears of it
+        sent.end(error)
 
 
 class _Works:
@@ -191,7 +256,7 @@ class _Works:
             finish()
 
     def done(self) -> bool:
-        """Whether gloo is through with all of them."""
+        """Whether gloo is known to be through with all of them: once they were waited for."""
         return all(work.done() for work in self._works)
 
 
@@ -252,6 +317,7 @@ class GlooCommunicator:
         self._exchanges = 0
         self._received = [0] * self.size
         self._layouts: dict[tuple[Sizes, torch.dtype], _Layout] = {}
+        self._sends = _Sends()
         try:
             self._group = _connect(f"piper/{name}", self.rank, self.size, store, host, timeout)
         except RuntimeError as error:
@@ -259,7 +325,7 @@ class GlooCommunicator:
                 f"communicator {name!r}: the devices {list(members)} could not connect: {error}"
             ) from error
 
-    def send(self, tensor: Tensor, peer: int) -> _Work:
+    def send(self, tensor: Tensor, peer: int) -> _Sent:
         """Send a copy, framed."""
         source = as_torch(tensor)
         layout = self._layout(tuple(source.shape), source.dtype)
@@ -268,7 +334,7 @@ class GlooCommunicator:
         self._sent[peer] += 1
         layout.seal(frame, self._sent[peer])
         work = self._start(lambda: self._group.send([frame], peer, _TAG))
-        return _Work(work, self._what("send to", peer), frame)
+        return self._sends.add(work, frame, self._what("send to", peer))
 
     def receive(self, message: Message, peer: int) -> tuple[torch.Tensor, _Work]:
         """Post a receive of a frame."""

@@ -336,7 +336,7 @@ class _Bucket:
         divisors: Mapping[Group, ValueId],
     ) -> Chunk:
         """A node of *kind* for the *sums* of *group*, to be added."""
-        scale = (divisors[group],) if divisors else ()
+        scale = (divisors[group],) if group in divisors else ()
         kept = [self.builder.source(replace(v, role=Role.KEPT)) for v in self._accumulators()]
         work = kind(tuple(self.names), scaled=bool(scale))
         return update_chunk(work, self.use.region, (*sums, *scale, *kept), group)
