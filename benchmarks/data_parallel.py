@@ -70,7 +70,7 @@ from piper.ops.all_gather import AllGatherBucket, RefreshBucket
 from piper.ops.all_reduce import AllReduceBucket
 from piper.ops.reduce_scatter import ReduceScatterBucket
 from piper.ops.wait import Wait
-from piper.plan.costs import hardware
+from piper.plan.costs import UnitCosts, hardware
 from piper.plan.model import Plan
 from piper.plan.topology import Link as PortLink
 from piper.plan.topology import Topology
@@ -295,29 +295,23 @@ class PiperRun:
 
 
 @dataclass(frozen=True)
-class ChunksOnly:
+class ChunksOnly(UnitCosts):
     """Costs of chunks, ``slower`` times what the preset of a CPU says, and of bytes on a link; all
     else is free.
     """
 
-    topology: Topology
+    topology: Topology | None = None
     slower: float = 1.0
-    host_blocks: bool = False
-    launch: float = 0.0
-    peak_flops: float | None = None
 
-    def topology_for(self, num_devices: int) -> Topology:
+    def topology_for(self, num_devices: int) -> Topology | None:  # type: ignore[override]  # unit costs have no links
         """See :class:`~piper.plan.costs.Costs`."""
-        self.topology.check(num_devices)
+        if self.topology is not None:
+            self.topology.check(num_devices)
         return self.topology
 
     def chunk(self, dag: Dag, bindings: Mapping[str, int], chunk: Chunk) -> float:
         """See :class:`~piper.plan.costs.Costs`."""
         return self.slower * CPU.chunk(dag, bindings, chunk)
-
-    def local(self, op: str, nbytes: int) -> float:  # noqa: ARG002
-        """See :class:`~piper.plan.costs.Costs`."""
-        return 0.0
 
 
 def seconds_of_order(plan: Plan, single: Plan, alone: float, rate: float) -> float:
@@ -325,7 +319,7 @@ def seconds_of_order(plan: Plan, single: Plan, alone: float, rate: float) -> flo
     in the plan *single*.
     """
     link = PortLink(latency=0.0, bandwidth=rate)
-    costs = ChunksOnly(Topology(REPLICAS, 1, link, link))
+    costs = ChunksOnly(topology=Topology(REPLICAS, 1, link, link))
     slower = alone / piper.simulate(single, costs).seconds
     return piper.simulate(plan, replace(costs, slower=slower)).seconds
 
