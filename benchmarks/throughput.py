@@ -47,7 +47,7 @@ from piper.devices.gloo import GlooCommunicator
 from piper.devices.links import LinkTimes, answer_link, measure_link
 from piper.ids import DeviceId
 from piper.plan.profile import Profile
-from piper.runtime.profiling import Measured, Replay
+from piper.runtime.profiling import Measured, Network, Replay
 from piper.simulate import simulate
 from piper.simulate.critical import shares
 
@@ -191,7 +191,7 @@ class Bounds:
             if self._rank:
                 continue
             # Each rank knows the chunks of its own stages.
-            profile = measured.profile(self._links)
+            profile = measured.profile(Network(self._links))
             profile = msgspec.structs.replace(profile, chunks=others[1] | others[0])
             bounds[name] = _bound(self._sides[name], profile)
         return bounds
