@@ -19,7 +19,7 @@ help:
 	@echo "make test-full  the test suite with the slow tests"
 	@echo "make lint       ruff, mypy, layers"
 	@echo "make format     let ruff rewrite the sources"
-	@echo "make bench      the benchmarks, about 20 minutes; on a quiet machine"
+	@echo "make bench      the benchmarks, about 40 minutes; on a quiet machine"
 	@echo "make clean      remove .venv and caches"
 
 # torch comes first and pinned, so that installing the project never pulls another one.

@@ -17,7 +17,10 @@ BENCHMARKS = (
     "throughput",
     "memory",
     "data_parallel",
+    "experts",
+    "expert_pipelines",
     "prediction",
+    "scale",
 )
 
 
