@@ -34,7 +34,7 @@ def size_text(nbytes: int) -> str:
     """*nbytes* for people, in powers of 1024: ``"1.5 MiB"``."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1000:
+        if value < 1024:
             break
         value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+    return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"

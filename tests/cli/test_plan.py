@@ -129,7 +129,7 @@ def test_host_memory_has_a_column(piper, write, tmp_path, monkeypatch):
     assert head.endswith("host memory")
     first, second = memory(lines)
     assert float(first[-2]) > 0
-    assert second[-2:] == ["0", "KiB"]
+    assert second[-2:] == ["0", "B"]
 
 
 def test_a_budget_from_the_command_line_or_the_file(piper, write):
