@@ -27,6 +27,13 @@ def test_equal_to_plain_pytorch(case: Case):
     assert run(case).worst <= TOLERANCE
 
 
+def test_a_gather_starts_before_the_update_of_what_it_reads():
+    """A backward that recomputes reads parameters to which it makes no last contribution."""
+    wanted = "gpipe-ep2-dp4-pp1-zero3-dropless-recompute"
+    (case,) = (case for case in all_cases() if str(case) == wanted)
+    assert run(case).worst <= TOLERANCE
+
+
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_the_whole_matrix():

@@ -421,7 +421,7 @@ class Dag:
     @cached_property
     def predecessors(self) -> Mapping[NodeId, tuple[NodeId, ...]]:
         """Nodes that must run before each node: along data edges, order edges, and from each reader
-        of a parameter or buffer to the node that overwrites it.
+        of a parameter or buffer, or of what was gathered of it, to the node that overwrites it.
         """
         before: dict[NodeId, dict[NodeId, None]] = {n: {} for n in self.nodes}
         producers = self.producers
@@ -444,7 +444,9 @@ class Dag:
                 and value.id not in self.producers
             ):
                 mine = readers.setdefault((value.role, value.name), [])
-                mine.extend(self.consumers.get(value.id, ()))
+                for reader in self.consumers.get(value.id, ()):
+                    mine.append(reader)
+                    mine.extend(self._delayed_by(self.nodes[reader]))
         writers: dict[tuple[Role, str], set[NodeId]] = {}
         for node in self.nodes.values():
             for role, name in node.work.overwrites():
@@ -453,6 +455,14 @@ class Dag:
         for state, nodes in writers.items():
             others = [reader for reader in readers.get(state, ()) if reader not in nodes]
             yield from ((node, others) for node in nodes)
+
+    def _delayed_by(self, reader: Node) -> Iterator[NodeId]:
+        """The nodes for which *reader* may wait before it reads: a gather starts when what it
+        brings is needed, not where an order puts it.
+        """
+        if isinstance(reader, Comm) and reader.work.early:
+            for value in reader.outputs:
+                yield from self.consumers.get(value, ())
 
     @cached_property
     def successors(self) -> Mapping[NodeId, tuple[NodeId, ...]]:
