@@ -25,12 +25,10 @@ import argparse
 import os
 import signal
 import sys
-import time
 from collections.abc import Collection
 from statistics import median
 
 import msgspec
-import torch
 import torch.distributed as dist
 from benchmarks.experts import (
     Bounds,
@@ -53,7 +51,7 @@ from benchmarks.mixtures import (
     one_process,
 )
 from benchmarks.processes import join, launch, pinned
-from benchmarks.support import busy_seconds, compared, machine, spread
+from benchmarks.support import compared, machine, spread
 from benchmarks.torch_mixtures import Groups, TorchPipeline
 from torch._C._distributed_c10d import Store
 
@@ -121,12 +119,7 @@ def work(rank: int, told: Told) -> None:
         variants["communication"] = Messages("communication", rank, link, plan, store)
     if ranks == 1:
         variants["compute"] = Trained("compute", rank, 1, link, sizes, store, alone(sizes))
-    busy, began, own = busy_seconds(), time.perf_counter(), time.process_time()
-    rounds = rounds_of(variants, told.rounds)
-    elapsed = time.perf_counter() - began
-    mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
-    dist.all_reduce(mine)
-    foreign = (busy_seconds() - busy - mine.item()) / elapsed
+    rounds, foreign = rounds_of(variants, told.rounds)
     waits = waits_of(pipers, rank, loud=told.trace)
     if rank == 0:
         found = Found(rounds, waits, errors, message, foreign)

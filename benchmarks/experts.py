@@ -180,12 +180,7 @@ def work(rank: int, told: Told) -> None:
         "communication": Messages("communication", rank, link, plan, store),
         "gloo's own": Messages("plain", rank, link, plan, store, plain=True),
     }
-    busy, began, own = busy_seconds(), time.perf_counter(), time.process_time()
-    rounds = rounds_of(variants, told.rounds)
-    elapsed = time.perf_counter() - began
-    mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
-    dist.all_reduce(mine)
-    foreign = (busy_seconds() - busy - mine.item()) / elapsed
+    rounds, foreign = rounds_of(variants, told.rounds)
     waits = waits_of(shared, rank, loud=told.trace)
     if rank == 0:
         found = Found(rounds, waits, errors, message, foreign)
@@ -194,10 +189,11 @@ def work(rank: int, told: Told) -> None:
     dist.destroy_process_group()
 
 
-def rounds_of(variants: Mapping[str, Step], rounds: int) -> Rounds:
+def rounds_of(variants: Mapping[str, Step], rounds: int) -> tuple[Rounds, float]:
     """Run *variants* in alternating rounds, of which :data:`WARM_UP` do not count; each from when
-    all processes begin until all are done.
+    all processes begin until all are done. Also the cores that others kept busy meanwhile.
     """
+    others, started, own = busy_seconds(), time.perf_counter(), time.process_time()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     busy: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(WARM_UP + rounds):
@@ -209,7 +205,11 @@ def rounds_of(variants: Mapping[str, Step], rounds: int) -> Rounds:
             if turn >= WARM_UP:
                 seconds[name].append(time.perf_counter() - began)
                 busy[name].append(time.process_time() - used)
-    return Rounds(seconds, busy)
+    elapsed = time.perf_counter() - started
+    mine = torch.tensor([time.process_time() - own], dtype=torch.float64)
+    dist.all_reduce(mine)
+    foreign = (busy_seconds() - others - mine.item()) / elapsed
+    return Rounds(seconds, busy), foreign
 
 
 def waits_of(variants: Mapping[str, Trained], rank: int, *, loud: bool) -> dict[str, float]:

@@ -264,20 +264,29 @@ class PiperSide:
 
     def __init__(self, rank: int, setup: Setup, store: Store) -> None:
         self.rank, self.setup, self.store = rank, setup, store
-        self._captured: Captured | None = None
+        self._captures: dict[bool, Captured] = {}
         self._started = 0
 
     def plan(self, model: Transformer, level: int, rows: int) -> Plan:
         """The plan, on rank 0."""
-        if self._captured is None:
-            batch = batch_of(self.setup, self.setup.rows)
-            self._captured = capture_with_constants(model, transformer_loss, batch)
-        dag = replace(self._captured.dag, batch_size=REPLICAS * self.setup.microbatches * rows)
+        dag = self._captured(model, rows).dag
+        dag = replace(dag, batch_size=REPLICAS * self.setup.microbatches * rows)
         strategy = piper.strategies.pipeline("1f1b", GROUPS, self.setup.microbatches, zero=level)
         block = self.setup.block_bytes
         made = piper.plan(piper.apply(dag, strategy), gather_bytes=block, reduce_bytes=block)
         piper.verify(made)
         return made
+
+    def _captured(self, model: Transformer, rows: int) -> Captured:
+        """What was captured for any number of rows but one does not hold for one."""
+        single = rows == 1
+        if single not in self._captures:
+            batch = batch_of(self.setup, self.setup.rows)
+            size = 1 if single else None
+            self._captures[single] = capture_with_constants(
+                model, transformer_loss, batch, batch_size=size
+            )
+        return self._captures[single]
 
     def planned(self, made: Plan) -> int:
         """The most bytes of any device."""
@@ -288,8 +297,8 @@ class PiperSide:
         told: list[object] = [None]
         if self.rank == 0:
             made = self.plan(model, level, rows)
-            assert self._captured is not None
-            told = [(dict(encode_plan(made)), dict(self._captured.constants), self.planned(made))]
+            constants = dict(self._captured(model, rows).constants)
+            told = [(dict(encode_plan(made)), constants, self.planned(made))]
         dist.broadcast_object_list(told)
         files, constants, planned = told[0]
         plan = decode_plan(files)

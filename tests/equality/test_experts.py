@@ -2,19 +2,14 @@
 values occurs, with `-m full` all.
 """
 
-from itertools import combinations, product
-
 import pytest
 from tests.equality.expert_matrix import FACTORS, TOLERANCE, Case, all_cases, covering_cases, run
+from tests.support.covering import every_pair
 
 
 def test_every_pair_of_factor_values_is_covered():
     chosen = covering_cases()
-    wanted = {
-        ((i, x), (j, y))
-        for (i, a), (j, b) in combinations(enumerate(FACTORS), 2)
-        for x, y in product(FACTORS[a], FACTORS[b])
-    }
+    wanted = every_pair(FACTORS)
     assert {pair for case in chosen for pair in case.pairs} == wanted
     assert len(set(chosen)) == len(chosen) < len(all_cases()) == 1440
 

@@ -2,13 +2,12 @@
 part in which every pair of factor values occurs, with `-m full` all.
 """
 
-from itertools import combinations, product
-
 import pytest
 import torch
 from tests.equality import mixed, planned
 from tests.equality.matrix import adam
 from tests.equality.mixed import FACTORS, TOLERANCE, Case, all_cases, covering_cases, plan_of, run
+from tests.support.covering import every_pair
 
 import piper
 from piper.dtypes import DType
@@ -18,11 +17,7 @@ from piper.models import Transformer, TransformerConfig, transformer_loss
 
 def test_every_pair_of_factor_values_is_covered():
     found = {pair for case in covering_cases() for pair in case.pairs}
-    wanted = {
-        ((i, x), (j, y))
-        for (i, a), (j, b) in combinations(enumerate(FACTORS), 2)
-        for x, y in product(FACTORS[a], FACTORS[b])
-    }
+    wanted = every_pair(FACTORS)
     assert found == wanted
     assert len(set(covering_cases())) == len(covering_cases()) < len(all_cases()) == 96
 

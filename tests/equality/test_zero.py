@@ -3,7 +3,6 @@ values occurs, with `-m full` all.
 """
 
 import time
-from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests.equality.zero_matrix import (
     run,
     sharded,
 )
+from tests.support.covering import every_pair
 
 RESULTS = Path(__file__).parents[2] / "docs"
 
@@ -27,11 +27,7 @@ def pairs(cases: list[Case]) -> set[tuple[object, ...]]:
 
 def test_every_pair_of_factor_values_is_covered():
     chosen = list(covering_cases())
-    wanted = {
-        ((i, x), (j, y))
-        for (i, a), (j, b) in combinations(enumerate(FACTORS), 2)
-        for x, y in product(FACTORS[a], FACTORS[b])
-    }
+    wanted = every_pair(FACTORS)
     assert pairs(chosen) == wanted
     names = list(FACTORS)
     nothing = {(names.index("zero"), 0), (names.index("dp"), 1)}

@@ -3,7 +3,6 @@ factor values occurs, with `-m full` all.
 """
 
 import time
-from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests.equality.zero_bubble_matrix import (
     plan_of,
     run,
 )
+from tests.support.covering import every_pair
 
 from piper.ir.dag import Pass
 
@@ -25,11 +25,7 @@ RESULTS = Path(__file__).parents[2] / "docs"
 
 def test_every_pair_of_factor_values_is_covered():
     found = set().union(*(case.pairs for case in covering_cases()))
-    wanted = {
-        ((i, x), (j, y))
-        for (i, a), (j, b) in combinations(enumerate(FACTORS), 2)
-        for x, y in product(FACTORS[a], FACTORS[b])
-    }
+    wanted = every_pair(FACTORS)
     names = list(FACTORS)
     one_replica = (names.index("dp"), 1)
     impossible = {(one_replica, (names.index("zero"), level)) for level in (1, 2, 3)}

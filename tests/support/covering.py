@@ -1,6 +1,7 @@
 """Small parts of a matrix of cases in which every pair of values of any two factors occurs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, product
 from typing import Protocol, TypeVar
 
 
@@ -18,6 +19,15 @@ C = TypeVar("C", bound=Paired)
 def all_pairs(cases: Iterable[Paired]) -> set[object]:
     """The pairs that occur in any of *cases*."""
     return set().union(*(case.pairs for case in cases))
+
+
+def every_pair(factors: Mapping[str, Sequence[object]]) -> set[object]:
+    """All pairs of values of any two *factors*, as ((number of the factor, value), ...)."""
+    return {
+        ((i, x), (j, y))
+        for (i, a), (j, b) in combinations(enumerate(factors), 2)
+        for x, y in product(factors[a], factors[b])
+    }
 
 
 def cover(*parts: Sequence[C], wanted: Iterable[object] | None = None) -> list[C]:
