@@ -18,6 +18,7 @@ from piper.backends.workers import WorkerBackend
 from piper.devices.base import TorchDevice
 from piper.devices.cpu import CpuDevice
 from piper.devices.gloo import GlooCommunicator
+from piper.devices.heap import keep_freed_memory
 from piper.ids import DeviceId
 from piper.ops.base import CommunicatorId
 from piper.runtime.worker import CommunicatorFactory, Worker
@@ -81,10 +82,13 @@ def launch(
 
 
 def pinned(rank: int) -> None:
-    """Give this process one core and one thread."""
+    """Give this process one core and one thread, and let it keep its memory as Piper's workers do
+    (which is as good for what they are compared with).
+    """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
+    keep_freed_memory()
 
 
 def join(rank: int, size: int, link: Link, port: int) -> Store:

@@ -23,6 +23,7 @@ from piper.backends.failures import Failure, failure_of, root_cause
 from piper.backends.workers import WorkerBackend
 from piper.devices.cpu import CpuDevice
 from piper.devices.gloo import DEFAULT_TIMEOUT, GlooCommunicator
+from piper.devices.heap import keep_freed_memory
 from piper.errors import ConfigError, RunError
 from piper.ids import DeviceId
 from piper.ops.base import Communicator, CommunicatorId
@@ -52,6 +53,7 @@ class _Actor:
 
     def __init__(self, rank: int, world_size: int, threads: int, timeout: float) -> None:
         torch.set_num_threads(threads)
+        keep_freed_memory()
         self._rank, self._world_size = rank, world_size
         self._timeout = timeout
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's own

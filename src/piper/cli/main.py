@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from piper.devices.heap import keep_freed_memory
 from piper.errors import PiperError
 
 INTERRUPTED = 130
@@ -100,6 +101,9 @@ def _main(
     ] = False,
 ) -> None:
     """Train PyTorch models on many devices under a strategy that you write."""
+    del show_version  # its callback has seen to it
+    # Threads that train in this process, and measurements, as in the workers' processes.
+    keep_freed_memory()
 
 
 @app.command()

@@ -20,6 +20,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from piper.devices.gloo import GlooCommunicator
+from piper.devices.heap import keep_freed_memory
 from piper.devices.links import HOST, SMALL, LinkTimes
 from piper.devices.memory import Hub
 from piper.errors import RunError
@@ -269,6 +270,7 @@ def _limit() -> timedelta:
 
 def _take_part(port: int, size: int, rank: int, rounds: int, kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     store = TCPStore(HOST, port, is_master=False, timeout=_limit())
     measure_collectives(_gloo(rank, size, store), kinds, rounds)
 

@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from piper.devices.gloo import GlooCommunicator
+from piper.devices.heap import keep_freed_memory
 from piper.devices.memory import Hub
 from piper.dtypes import DType
 from piper.errors import RunError
@@ -121,4 +122,5 @@ def _limit() -> timedelta:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    keep_freed_memory()
     answer_link(_gloo(1, TCPStore(HOST, int(sys.argv[1]), is_master=False, timeout=_limit())))
