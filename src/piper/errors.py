@@ -65,7 +65,7 @@ class VerificationError(PiperError):
 
 
 class ConfigError(PiperError):
-    """A configuration or data file is missing, unreadable or malformed."""
+    """A configuration or data file is missing, unreadable or malformed, or an argument is wrong."""
 
 
 class StateError(PiperError):
@@ -100,6 +100,15 @@ class CompileError(RunError):
 
 class CheckError(PiperError):
     """A strategy does not compute what single-process training computes."""
+
+
+def expect(value: object, kind: type, what: str, remedy: str) -> None:
+    """Raise :class:`ConfigError` unless *value*, which a user gave as *what*, is a *kind*; *remedy*
+    says where one comes from.
+    """
+    if not isinstance(value, kind):
+        found = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise ConfigError(f"{what}: expected a {kind.__name__}, found {found}; {remedy}")
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

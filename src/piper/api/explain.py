@@ -7,7 +7,7 @@ from piper.directives.order import Order
 from piper.directives.place import Place
 from piper.directives.recompute import Recompute
 from piper.directives.split import Split
-from piper.errors import PlanError, nearest
+from piper.errors import PlanError, expect, nearest
 from piper.ids import DeviceId, NodeId
 from piper.ir.dag import Chunk, Comm, Dag, Node
 from piper.ir.select import Selector
@@ -21,19 +21,23 @@ _SHOWN = 12
 
 
 def explain(
-    plan: Plan, what: str, strategy: Sequence[Directive] = (), timeline: Timeline | None = None
+    plan: Plan,
+    what: str | int,
+    strategy: Sequence[Directive] = (),
+    timeline: Timeline | None = None,
 ) -> str:
     """Why *what* of *plan* runs where and when it does, for people.
 
-    *what* is a node, by number (``"17"``) or label (``"F PP=1 MB=0"``); a device (``"device 1"``);
+    *what* is a node, by number (``17``) or label (``"F PP=1 MB=0"``); a device (``"device 1"``);
     or a step of a device's program (``"1#17"``: device 1, instruction 17). *strategy* is what the
     plan was made from. Without a *timeline* times are counted in forwards.
 
     Raises :class:`PlanError` if there is no such thing.
     """
+    expect(plan, Plan, "explain", "piper.plan makes one of a training DAG")
     line = simulate(plan) if timeline is None else timeline
     found = _Explainer(plan, strategy, line)
-    text = what.strip()
+    text = str(what).strip()
     if text.startswith("device"):
         return "\n".join(found.device(_number(text.removeprefix("device").lstrip(" :"), what)))
     device, hash_, position = text.partition("#")
@@ -42,7 +46,7 @@ def explain(
     return "\n".join(found.node(_find_node(plan.dag, text)))
 
 
-def _number(text: str, what: str) -> int:
+def _number(text: str, what: str | int) -> int:
     if not text.strip().isdigit():
         raise PlanError(
             f'{what!r} is not a node, a device or a step; write a number, a label such as "F PP=1 MB=0", "device 1", or "1#17"'

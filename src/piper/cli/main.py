@@ -66,8 +66,8 @@ class Durations(StrEnum):
 
 @contextmanager
 def _reporting(traceback: bool) -> Iterator[None]:
-    """One clear message and a failing exit status for what the user can do something about; a bug
-    shows its traceback.
+    """One clear message and a failing exit status for what the user can do something about, files
+    that cannot be read or written among it; a bug shows its traceback.
     """
     try:
         yield
@@ -78,6 +78,11 @@ def _reporting(traceback: bool) -> Iterator[None]:
         if traceback:
             raise
         _complain(f"error: {error}")
+        raise typer.Exit(1) from None
+    except OSError as error:
+        if traceback or error.filename is None:
+            raise
+        _complain(f"error: {error.filename}: {error.strerror}")
         raise typer.Exit(1) from None
 
 

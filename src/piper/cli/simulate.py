@@ -82,7 +82,8 @@ def simulate(
     report(timeline, console, top=top)
     if trace is not None:
         save_trace(timeline, trace)
-        console.print(Text(f"trace written to {trace}; open it at https://ui.perfetto.dev"))
+        text = Text(f"trace written to {trace}; open it at https://ui.perfetto.dev")
+        console.print(text, soft_wrap=True)
     if save is not None:
         timeline.save(save)
         console.print(Text(f"timeline written to {save}"), soft_wrap=True)

@@ -162,8 +162,11 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(d.exposed * len(d.stands_for) for d in self.devices) / self.num_devices
 
     def save(self, path: str | Path) -> None:
-        """Write JSON."""
-        Path(path).write_bytes(msgspec.json.encode(self))
+        """Write JSON. Raises :class:`PlanError` if the file cannot be written."""
+        try:
+            Path(path).write_bytes(msgspec.json.encode(self))
+        except OSError as error:
+            raise PlanError(f"cannot write timeline {path}: {error.strerror}") from error
 
 
 class _Version(msgspec.Struct):
@@ -172,9 +175,12 @@ class _Version(msgspec.Struct):
 
 def load_timeline(path: str | Path) -> Timeline:
     """The timeline that :meth:`Timeline.save` wrote. Raises :class:`PlanError` for another version
-    or a malformed file.
+    or an unreadable or malformed file.
     """
-    data = Path(path).read_bytes()
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read timeline {path}: {error.strerror}") from error
     try:
         found = msgspec.json.decode(data, type=_Version).version
         if found == VERSION:
