@@ -51,7 +51,7 @@ def test_when_it_runs_and_what_it_waited_for(plan):
     """Device 2 begins with F0 at 1, B0 at 2 to 4; F1 waits for that."""
     text = explain(plan, "F PP=1 MB=1", STRATEGY, simulate(plan, UnitCosts()))
     before = node_of(plan, "B PP=1 MB=0")
-    assert "compute on stream 'compute', from 4 to 5" in text
+    assert "compute on stream 'compute', from 4 F to 5 F" in text
     assert f"what it waited for last: node {before.id} [B PP=1 MB=0]" in text
 
 
@@ -72,7 +72,7 @@ def test_a_device(plan):
     assert text.startswith("device 3: ")
     assert "Place({'PP': 1}" in text
     assert "Place({'PP': 0}" not in text
-    assert "1 before F PP=1 MB=0" in text
+    assert "1 F before F PP=1 MB=0" in text
 
 
 def test_a_device_of_a_folded_plan(plan):

@@ -15,7 +15,8 @@ from piper.ops.base import Instruction
 from piper.ops.wait import Wait
 from piper.plan.model import Plan
 from piper.simulate import simulate
-from piper.simulate.timeline import Box, Timeline
+from piper.simulate.timeline import FORWARDS, Box, Timeline, time_text
+from piper.sizes import size_text
 
 _SHOWN = 12
 
@@ -39,11 +40,19 @@ def explain(
     found = _Explainer(plan, strategy, line)
     text = str(what).strip()
     if text.startswith("device"):
-        return "\n".join(found.device(_number(text.removeprefix("device").lstrip(" :"), what)))
+        lines = found.device(_number(text.removeprefix("device").lstrip(" :"), what))
+        return "\n".join((*lines, *_about(line)))
     device, hash_, position = text.partition("#")
     if hash_:
-        return "\n".join(found.step(_number(device, what), _number(position, what)))
-    return "\n".join(found.node(_find_node(plan.dag, text)))
+        lines = found.step(_number(device, what), _number(position, what))
+    else:
+        lines = found.node(_find_node(plan.dag, text))
+    return "\n".join((*lines, *_about(line)))
+
+
+def _about(timeline: Timeline) -> tuple[str, ...]:
+    """What times are counted in, where it is no unit that people know."""
+    return ("(F: one forward; a backward is 2 F)",) if timeline.unit == FORWARDS else ()
 
 
 def _number(text: str, what: str | int) -> int:
@@ -72,6 +81,9 @@ class _Explainer:
         self.strategy = strategy
         self.selector = Selector(plan.dag)
         self.boxes = {(d.device, b.position): b for d in timeline.devices for b in d.boxes()}
+
+    def _time(self, value: float) -> str:
+        return time_text(value, self.timeline.unit)
 
     # --- nodes ------------------------------------------------------------------------------------
 
@@ -164,7 +176,7 @@ class _Explainer:
         if box is None:
             yield f"{where}, and takes no time"
             return
-        yield f"{where}, from {box.start:.6g} to {box.end:.6g}{', on the critical path' if box.critical else ''}"
+        yield f"{where}, from {self._time(box.start)} to {self._time(box.end)}{', on the critical path' if box.critical else ''}"
         yield f"    {self._waited(box)}"
 
     def _waited(self, box: Box) -> str:
@@ -190,7 +202,7 @@ class _Explainer:
         mine = self.plan.devices[role[0]]
         line = next(d for d in self.timeline.devices if d.device == mine.device)
         yield f"device {device}: {len(mine.instructions)} instructions on {len({i.stream for i in mine.instructions})} streams"
-        yield f"  computes {line.busy:.6g}, bubble {line.bubble:.1%}, exposed communication {line.exposed:.6g}, peak {line.peak} bytes"
+        yield f"  computes {self._time(line.busy)}, bubble {line.bubble:.1%}, exposed communication {self._time(line.exposed)}, peak {size_text(line.peak)}"
         chunks = [n for n in self.dag.chunks() if not n.derived and mine.device in n.participants]
         for number, directive in enumerate(self.strategy):
             if isinstance(directive, (Place, Order)) and self._concerns(directive, chunks):
@@ -217,7 +229,7 @@ class _Explainer:
         )
         for gap, box in gaps[:5]:
             if gap > 0:
-                yield f"    {gap:.6g} before {box.label}: {self._waited(box)}"
+                yield f"    {self._time(gap)} before {box.label}: {self._waited(box)}"
 
     def step(self, device: int, position: int) -> Iterator[str]:
         """One instruction: what it is, what its stream and its waits hold it back for, its node."""
@@ -246,7 +258,7 @@ class _Explainer:
             yield from self._awaits(instructions, instruction)
         box = self.boxes.get((DeviceId(device), position))
         if box is not None:
-            yield f"  from {box.start:.6g} to {box.end:.6g}; {self._waited(box)}"
+            yield f"  from {self._time(box.start)} to {self._time(box.end)}; {self._waited(box)}"
         if (node := self.dag.nodes.get(instruction.node)) is not None:
             yield from self.node(node)
 

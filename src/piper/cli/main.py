@@ -119,7 +119,7 @@ def train(
     ] = None,
     traceback: Traceback = False,
 ) -> None:
-    """Train the model, evaluate it, and compare with the same training in one process.
+    """Train, evaluate, and compare with training in one process.
 
     Ctrl-C ends the run after the step that is under way and writes what there is; a second one ends
     it at once.
@@ -161,8 +161,9 @@ def plan(
     ] = None,
     traceback: Traceback = False,
 ) -> None:
-    """Show what every device will do and how much memory it needs. Nothing is run, unless it is to
-    be measured.
+    """Show what every device will do and how much memory it needs.
+
+    Nothing is run, unless it is to be measured.
     """
     with _reporting(traceback):
         from piper.cli.plan import plan as run
@@ -194,7 +195,10 @@ def simulate(
     ] = None,
     traceback: Traceback = False,
 ) -> None:
-    """Predict how long a step takes and what to improve first. Nothing is run."""
+    """Predict how long a step takes and what to improve first.
+
+    Nothing is run.
+    """
     with _reporting(traceback):
         from piper.cli.simulate import Choice
         from piper.cli.simulate import simulate as run
@@ -226,8 +230,9 @@ def view(
     devices_per_node: DevicesPerNode = None,
     traceback: Traceback = False,
 ) -> None:
-    """Draw a step as a page to look around in, or as a static picture: one that was recorded, or a
-    configuration's, planned and simulated here.
+    """Draw a step as a page to look around in, or as a picture.
+
+    The step is one that was recorded, or a configuration's, planned and simulated here.
     """
     with _reporting(traceback):
         from piper.cli.simulate import Choice
@@ -246,8 +251,10 @@ def profile(
     repeats: Annotated[int, typer.Option(min=1, help="Steps that each device runs by itself.")] = 5,
     traceback: Traceback = False,
 ) -> None:
-    """Measure how long the strategy's chunks, messages and collectives take on this machine, alone
-    and at once, for `piper simulate --profile`.
+    """Measure a strategy's chunks and messages on this machine.
+
+    How long chunks, messages and collectives take, alone and at once, for `piper simulate
+    --profile`.
     """
     with _reporting(traceback):
         from piper.cli.profile import profile as run
@@ -271,8 +278,9 @@ def explain(
     devices_per_node: DevicesPerNode = None,
     traceback: Traceback = False,
 ) -> None:
-    """Say why something runs where and when it does: which directive placed it, what it waits
-    for.
+    """Say why something runs where and when it does.
+
+    Which directive placed it, what it waits for.
     """
     with _reporting(traceback):
         from piper.cli.explain import explain as run
@@ -283,8 +291,9 @@ def explain(
 
 @app.command()
 def check(config: ConfigPath, traceback: Traceback = False) -> None:
-    """Compare the strategy with training in one process, in float64: losses, gradients,
-    parameters.
+    """Compare the strategy with training in one process, in float64.
+
+    Losses, gradients, parameters and optimizer state after every step.
     """
     with _reporting(traceback):
         from piper.cli.check import check as run
@@ -303,8 +312,9 @@ def convert(
     ] = "MB",
     traceback: Traceback = False,
 ) -> None:
-    """Turn a schedule of torch.distributed.pipelining (a CSV of actions) into a strategy file, or
-    back.
+    """Turn torch's schedule CSV into a strategy file, or back.
+
+    The CSV is one of actions, as torch.distributed.pipelining reads and writes them.
     """
     with _reporting(traceback):
         from piper.cli.convert import convert as run

@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from piper.training.config import RunConfig, load_config
-from piper.training.curves import Curve, loss_curves
+from piper.training.curves import VERMILION, Curve, loss_curves
 from piper.training.loop import Ending, Outcome
 from piper.training.loop import train as run
 from piper.training.metrics import HeldOutRecord
@@ -115,7 +115,7 @@ def _curves(config: RunConfig, outcome: Outcome) -> list[Curve]:
     if outcome.reference:
         points = list(enumerate(outcome.reference, start=1))
         curves.append(
-            Curve(label="one process", points=_spread(points, MARKS), style="yellow", marks=True)
+            Curve(label="one process", points=_spread(points, MARKS), style=VERMILION, marks=True)
         )
     return curves
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from piper.directives.base import Directive, directive
 from piper.errors import OrderError
 from piper.ids import DeviceId, NodeId
-from piper.ir.dag import Comm, Dag, Node, OrderEdge, Overlap, Pass, Tags
+from piper.ir.dag import Chunk, Comm, Dag, Node, OrderEdge, Overlap, Pass, Tags
 from piper.ir.derive import derive
 from piper.ir.edit import Edit, add_order, add_overlaps
 from piper.ir.overlap import overlapping
@@ -129,6 +129,23 @@ class Order(Directive, frozen=True):
             raise OrderError(_nothing_shared(shown))
         dag = add_order(dag, [OrderEdge(a, b, number) for a, b in edges]).dag
         return add_overlaps(dag, [Overlap(number, nodes) for nodes in overlaps])
+
+
+def left_out(dag: Dag, strategy: Iterable[Directive]) -> list[Chunk]:
+    """Chunks of *dag* that no ``Order`` of *strategy* names, though some name the same region and
+    pass on other microbatches: the planner puts them where it likes, which may be meant, or not.
+    """
+    filters = [f for d in strategy if isinstance(d, Order) for group in d.filters for f in group]
+    selector = Selector(dag)
+    ordered = {node for f in filters if f.get(COMM) is None for node in selector.find(f)}
+    splits = {split.name for split in dag.splits}
+    alike: dict[tuple[Tags, Pass], list[Chunk]] = {}
+    for chunk in dag.chunks():
+        if not chunk.derived:
+            region = tuple(tag for tag in chunk.tags if tag[0] not in splits)
+            alike.setdefault((region, chunk.pass_), []).append(chunk)
+    partly = (c for c in alike.values() if len({chunk.id in ordered for chunk in c}) == 2)
+    return [chunk for chunks in partly for chunk in chunks if chunk.id not in ordered]
 
 
 def _orderable(node: Node) -> bool:

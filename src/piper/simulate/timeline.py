@@ -169,6 +169,18 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PlanError(f"cannot write timeline {path}: {error.strerror}") from error
 
 
+def time_text(value: float, unit: str) -> str:
+    """*value*, counted in *unit*, for people: ``"12.3 ms"``; forwards as ``"4 F"``."""
+    if unit != SECONDS:
+        return f"{value:.4g} {unit}"
+    if value == 0:
+        return "0 s"
+    scales = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    # 0.9995: what would be rounded to 1000 of a unit is 1 of the next
+    scale, name = next((s for s in scales if abs(value) >= 0.9995 * s[0]), scales[-1])
+    return f"{value / scale:.3g} {name}"
+
+
 class _Version(msgspec.Struct):
     version: int
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+BLUE, VERMILION = "#4d9de0", "#d55e00"
+"""Colours that read on a dark and on a light background."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
@@ -16,7 +19,7 @@ class Curve:
 
     label: str
     points: Sequence[tuple[int, float]]
-    style: str = "cyan"
+    style: str = BLUE
     marks: bool = False
 
 
