@@ -112,6 +112,11 @@ def expect(value: object, kind: type, what: str, remedy: str) -> None:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the closest of *words*, or an empty string."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """``" (did you mean 'x'?)"`` for the closest of *words*, whatever its case, or an empty
+    string.
+    """
+    known: dict[str, str] = {}  # by what is compared: case says little
+    for each in words:
+        known.setdefault(each.lower(), each)
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    return f" (did you mean {known[close[0]]!r}?)" if close else ""

@@ -101,3 +101,15 @@ def test_a_step(plan):
 def test_what_does_not_exist(plan, what, message):
     with pytest.raises(PlanError, match=message):
         explain(plan, what)
+
+
+def test_chunks_of_a_device_that_no_order_names():
+    """The last microbatch of one stage; nothing where the others are named, or none."""
+    *placed, first, second = STRATEGY
+    strategy = [*placed, piper.Order(first.filters[:2]), second]
+    plan = piper.plan(piper.apply(chain(2, batch_size=12), strategy))
+    assert "no Order names" not in explain(plan, "device 2", strategy)
+    named = {(f["PASS"], f["MB"]) for group in first.filters[:2] for f in group}
+    passes = {pass_ for pass_, _ in named}
+    missing = 3 * len(passes) - len(named)
+    assert f"no Order names {missing} of its chunks" in explain(plan, "device 0", strategy)

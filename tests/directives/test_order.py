@@ -283,3 +283,8 @@ def test_an_order_of_groups_that_share_no_device_is_refused():
     # One group that overlaps says something; so does one shared device.
     for order in (Order([[f(0, 1)], [f(1, 3), f(2, 0)]]), Order([[f(0, 1)], [{"PASS": "B"}]])):
         assert apply(chain(3), [*strategy, order]).nodes
+
+
+def test_the_nearest_tag_is_named_whatever_its_case():
+    with pytest.raises(FilterError, match=r"names tag 'pp', .* \(did you mean 'PP'\?\)"):
+        apply(chain(2), [ONE, Order([[{"pp": 0}]])])

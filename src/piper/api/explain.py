@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from piper.directives.base import Directive
-from piper.directives.order import Order
+from piper.directives.order import Order, left_out
 from piper.directives.place import Place
 from piper.directives.recompute import Recompute
 from piper.directives.split import Split
@@ -207,6 +207,11 @@ class _Explainer:
         for number, directive in enumerate(self.strategy):
             if isinstance(directive, (Place, Order)) and self._concerns(directive, chunks):
                 yield f"  directive {number}, {directive.describe()}"
+        if missing := [
+            c for c in left_out(self.dag, self.strategy) if mine.device in c.participants
+        ]:
+            labels = ", ".join(c.label for c in missing[:4]) + (" …" if len(missing) > 4 else "")
+            yield f"  no Order names {len(missing)} of its chunks, though some name others like them: {labels}"
         yield "  its longest waits:"
         yield from self._gaps(line.boxes())
 
