@@ -126,9 +126,11 @@ def train(
     """
     with _reporting(traceback):
         from piper.cli.train import train as run
+        from piper.training.loop import Ending
 
-        if not run(config, Console(), resume):
-            raise typer.Exit(INTERRUPTED)
+        statuses = {Ending.INTERRUPTED: INTERRUPTED, Ending.DIVERGED: 1}
+        if status := statuses.get(run(config, Console(), resume)):
+            raise typer.Exit(status)
 
 
 @app.command()
