@@ -62,7 +62,11 @@ def check(
 
     With a *precision*, both train a copy in the model's own types under that policy instead: this
     shows that the strategy keeps to the policy, and float64 that it computes the right thing.
-    *tolerance* is by default :data:`TOLERANCE`, with a policy :data:`PRECISION_TOLERANCE`.
+    *tolerance* is by default :data:`TOLERANCE`, with a policy :data:`PRECISION_TOLERANCE` (with
+    sharded experts give a rounding of the compute type, 1e-2 for bfloat16, see
+    :class:`piper.Precision`). Under a policy the single process calls the kernels that were
+    captured: some libraries, Hugging Face's among them, choose others while they are traced, and
+    those round otherwise.
 
     *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on
     every device that holds a copy, every gradient, parameter, buffer and optimizer state, and the
