@@ -113,3 +113,8 @@ def test_chunks_of_a_device_that_no_order_names():
     passes = {pass_ for pass_, _ in named}
     missing = 3 * len(passes) - len(named)
     assert f"no Order names {missing} of its chunks" in explain(plan, "device 0", strategy)
+
+
+def test_a_label_without_its_microbatch_is_answered_with_those_that_there_are(plan):
+    with pytest.raises(PlanError, match=r"'F PP=1'; there are 'F PP=1 MB=0', 'F PP=1 MB=1', "):
+        explain(plan, "F PP=1")

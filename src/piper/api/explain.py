@@ -71,6 +71,11 @@ def _find_node(dag: Dag, text: str) -> Node:
     found = [n for n in dag.nodes.values() if n.label == text]
     if not found:
         labels = dict.fromkeys(n.label for n in dag.nodes.values())
+        if longer := [label for label in labels if label.startswith(f"{text} ")]:
+            more = ", …" if len(longer) > 4 else ""
+            raise PlanError(
+                f"no node has the label {text!r}; there are {', '.join(map(repr, longer[:4]))}{more}"
+            )
         raise PlanError(f"no node has the label {text!r}{nearest(text, labels)}")
     return found[0]
 

@@ -121,8 +121,9 @@ def train(
 ) -> None:
     """Train, evaluate, and compare with training in one process.
 
-    Ctrl-C ends the run after the step that is under way and writes what there is; a second one ends
-    it at once.
+    Ctrl-C ends the run after the step that is under way and writes what there is.
+
+    A second one ends it at once.
     """
     with _reporting(traceback):
         from piper.cli.train import train as run
@@ -255,8 +256,7 @@ def profile(
 ) -> None:
     """Measure a strategy's chunks and messages on this machine.
 
-    How long chunks, messages and collectives take, alone and at once, for `piper simulate
-    --profile`.
+    How long they take, alone and at once, for `piper simulate --profile`.
     """
     with _reporting(traceback):
         from piper.cli.profile import profile as run
