@@ -100,7 +100,7 @@ def _record(line: bytes) -> Record:
     fields = msgspec.json.decode(line, type=dict[str, object])
     if fields.get("loss", 0.0) is None:
         fields["loss"] = math.nan
-    record: Record = msgspec.convert(fields, TrainRecord | HeldOutRecord)  # type: ignore[arg-type]
+    record: Record = msgspec.convert(fields, TrainRecord | HeldOutRecord)
     return record
 
 
