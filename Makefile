@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make demo       train a small GPT on 4 local workers (pipeline x data parallel), about 4 minutes"
-	@echo "make test       the test suite, under 10 minutes on 2 cores"
+	@echo "make test       the test suite, about 13 minutes on 2 cores"
 	@echo "make test-full  the test suite with the slow tests"
 	@echo "make lint       ruff, mypy, layers"
 	@echo "make format     let ruff rewrite the sources"

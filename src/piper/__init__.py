@@ -151,7 +151,10 @@ class _Package(ModuleType):
         elif name in _HOMES:
             found = getattr(import_module(_HOMES[name]), name)
         else:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+            # With `name` and `obj`, Python says which name is near.
+            raise AttributeError(
+                f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self
+            )
         self.__dict__[name] = found
         return found
 

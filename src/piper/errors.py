@@ -65,7 +65,7 @@ class VerificationError(PiperError):
 
 
 class ConfigError(PiperError):
-    """A configuration or data file is missing, unreadable or malformed."""
+    """A configuration or data file is missing, unreadable or malformed, or an argument is wrong."""
 
 
 class StateError(PiperError):
@@ -102,7 +102,21 @@ class CheckError(PiperError):
     """A strategy does not compute what single-process training computes."""
 
 
+def expect(value: object, kind: type, what: str, remedy: str) -> None:
+    """Raise :class:`ConfigError` unless *value*, which a user gave as *what*, is a *kind*; *remedy*
+    says where one comes from.
+    """
+    if not isinstance(value, kind):
+        found = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise ConfigError(f"{what}: expected a {kind.__name__}, found {found}; {remedy}")
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the closest of *words*, or an empty string."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """``" (did you mean 'x'?)"`` for the closest of *words*, whatever its case, or an empty
+    string.
+    """
+    known: dict[str, str] = {}  # by what is compared: case says little
+    for each in words:
+        known.setdefault(each.lower(), each)
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    return f" (did you mean {known[close[0]]!r}?)" if close else ""

@@ -396,3 +396,12 @@ def _printed(report: CheckReport) -> str:
     console.print(report)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_a_report_prints_as_a_table():
+    text = str(run(steps=1))
+    lines = text.splitlines()
+    assert lines[0].strip() == "against single-process training, float64"
+    assert any("gradients" in line for line in lines)
+    assert lines[-1] == "equal"
+    assert max(map(len, lines)) <= 100

@@ -51,7 +51,7 @@ def test_when_it_runs_and_what_it_waited_for(plan):
     """Device 2 begins with F0 at 1, B0 at 2 to 4; F1 waits for that."""
     text = explain(plan, "F PP=1 MB=1", STRATEGY, simulate(plan, UnitCosts()))
     before = node_of(plan, "B PP=1 MB=0")
-    assert "compute on stream 'compute', from 4 to 5" in text
+    assert "compute on stream 'compute', from 4 F to 5 F" in text
     assert f"what it waited for last: node {before.id} [B PP=1 MB=0]" in text
 
 
@@ -72,7 +72,7 @@ def test_a_device(plan):
     assert text.startswith("device 3: ")
     assert "Place({'PP': 1}" in text
     assert "Place({'PP': 0}" not in text
-    assert "1 before F PP=1 MB=0" in text
+    assert "1 F before F PP=1 MB=0" in text
 
 
 def test_a_device_of_a_folded_plan(plan):
@@ -101,3 +101,20 @@ def test_a_step(plan):
 def test_what_does_not_exist(plan, what, message):
     with pytest.raises(PlanError, match=message):
         explain(plan, what)
+
+
+def test_chunks_of_a_device_that_no_order_names():
+    """The last microbatch of one stage; nothing where the others are named, or none."""
+    *placed, first, second = STRATEGY
+    strategy = [*placed, piper.Order(first.filters[:2]), second]
+    plan = piper.plan(piper.apply(chain(2, batch_size=12), strategy))
+    assert "no Order names" not in explain(plan, "device 2", strategy)
+    named = {(f["PASS"], f["MB"]) for group in first.filters[:2] for f in group}
+    passes = {pass_ for pass_, _ in named}
+    missing = 3 * len(passes) - len(named)
+    assert f"no Order names {missing} of its chunks" in explain(plan, "device 0", strategy)
+
+
+def test_a_label_without_its_microbatch_is_answered_with_those_that_there_are(plan):
+    with pytest.raises(PlanError, match=r"'F PP=1'; there are 'F PP=1 MB=0', 'F PP=1 MB=1', "):
+        explain(plan, "F PP=1")

@@ -249,7 +249,7 @@ def test_evaluate_any_number_of_rows(rows):
 def test_evaluate_without_an_optimizer():
     with compiled(optimizer=None) as trainer:
         assert trainer.evaluate(*batch_of(0)).loss > 0
-        with pytest.raises(PiperError, match="no optimizer"):
+        with pytest.raises(PiperError, match="optimizer=None"):
             trainer.step(*batch_of(0))
 
 

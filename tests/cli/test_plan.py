@@ -1,6 +1,7 @@
 import json
 import re
 
+import pytest
 from tests.cli.conftest import SECTIONS
 
 from piper.plan.codec import load_plan
@@ -153,3 +154,60 @@ def test_bounds_from_the_file_are_kept(piper, write):
     )
     assert "post_receive" in ahead[1]
     assert "post_receive" not in late[1]
+
+
+V_SHAPE = 'schedule = "dualpipev"\ngroups = [[0], [1]]\nnum_microbatches = 4'
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_nothing_is_cut_off_or_broken(piper, write, monkeypatch, columns):
+    """Where the place of each device's peak does not fit beside the table, it stands below."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    path = write(model=SECTIONS["model"].replace("2", "4", 1), strategy=V_SHAPE)
+    lines = shown(piper("plan", path))
+    drawn = [line for line in lines if " overlap " not in line]
+    assert not any("…" in line for line in drawn)
+    assert max(map(len, drawn)) <= columns
+    assert any("PP=0,3" in line for line in lines)
+    peaks = [
+        line for line in lines if re.search(r"(peak after|MiB|KiB) +[BF][IW]? PP=\d MB=\d$", line)
+    ]
+    assert len(peaks) == 2
+
+
+def test_columns_that_say_nothing_are_left_out(piper, write):
+    (head,) = [line for line in shown(piper("plan", write())) if "regions" in line]
+    assert head.split() == ["device", "regions", "chunks", "params", "sends", "receives", "idle"]
+
+
+def test_overlap_groups_are_listed_up_to_some(piper, write):
+    path = write(
+        model=SECTIONS["model"].replace("2", "4", 1),
+        strategy=V_SHAPE.replace("4", "12"),
+        train=SECTIONS["train"].replace("batch_size = 4", "batch_size = 12"),
+    )
+    lines = shown(piper("plan", path))
+    listed = [line for line in lines if " overlap " in line]
+    (more,) = [line for line in lines if "--text shows all" in line]
+    assert len(listed) == 8
+    planned = shown(piper("plan", path, "--text"))
+    groups = {line.partition("[overlap ")[2] for line in planned if "[overlap " in line}
+    assert int(more.split()[2]) + len(listed) == len(groups)
+
+
+def test_chunks_that_an_order_leaves_out_are_named(piper, write, tmp_path):
+    """Not where no order speaks of the region and pass at all."""
+    order = [[{"PP": 0, "MB": m, "PASS": "F"}] for m in (0, 1)]
+    directives = [
+        {"op": "place", "filter": {"PP": 0}, "devices": [0]},
+        {"op": "place", "filter": {"PP": 1}, "devices": [1]},
+        {"op": "split", "filter": {}, "num_microbatches": 4},
+        {"op": "order", "filters": order},
+    ]
+    (tmp_path / "strategy.json").write_text(json.dumps(directives))
+    path = write(model=SECTIONS["model"] + "\nnum_stages = 2", strategy='file = "strategy.json"')
+    (line,) = [line for line in shown(piper("plan", path)) if "no Order" in line]
+    assert line == (
+        "no Order names 2 chunks of regions that others order: F PP=0 MB=2, F PP=0 MB=3"
+    )
+    assert not any("no Order" in line for line in shown(piper("plan", write("other.toml"))))

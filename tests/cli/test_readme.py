@@ -24,7 +24,7 @@ def blocks(text, language=""):
 
 @pytest.mark.timeout(240)
 def test_the_example_runs_and_learns(readme, tmp_path):
-    example, _ = blocks(readme, "python")
+    example, _, _ = blocks(readme, "python")
     script = tmp_path / "example.py"
     script.write_text(example)
     done = subprocess.run(
@@ -37,13 +37,34 @@ def test_the_example_runs_and_learns(readme, tmp_path):
 
 
 def test_the_strategy_that_shards_experts_is_accepted(readme):
-    _, example = blocks(readme, "python")
+    _, example, _ = blocks(readme, "python")
     names = {"piper": piper_package}
     exec(example, names)
     model = MoE(MoEConfig(vocab_size=16, width=8, num_layers=2, num_heads=2, expert_width=8))
     tokens = torch.arange(16 * 4).view(16, 4) % 16
     dag = piper_package.capture(model, moe_loss, (tokens, tokens))
     piper_package.verify(piper_package.plan(piper_package.apply(dag, names["strategy"])))
+
+
+def test_the_training_job_runs_and_learns(readme, tmp_path):
+    pytest.importorskip("transformers")
+    _, _, example = blocks(readme, "python")
+    script = tmp_path / "job.py"
+    script.write_text(example)
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    (first, _), (second, _), (held_out,) = (
+        map(float, line.split()) for line in done.stdout.splitlines()
+    )
+    assert held_out < second < first
+    assert piper_package.Checkpoint.open(tmp_path / "checkpoint").step == 8
 
 
 def test_the_picture_is_what_the_command_draws(readme, piper):

@@ -113,5 +113,5 @@ def test_explanations_take_the_same_costs(piper, write):
     in_seconds = "\n".join(
         shown(piper("explain", "device 1", config, "--device", "H100", "--devices-per-node", 1))
     )
-    assert "computes 6," in in_forwards
+    assert "computes 6 F," in in_forwards
     assert "computes 6," not in in_seconds

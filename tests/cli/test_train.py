@@ -1,4 +1,5 @@
 import io
+import math
 import os
 import signal
 import subprocess
@@ -204,3 +205,24 @@ def test_more_devices_than_the_cluster_has(piper, write):
     assert result.exit_code == 1
     assert "needs 2 devices" in result.stderr
     assert "has 1 CPUs in all" in result.stderr
+
+
+def test_a_loss_that_is_no_number_ends_the_run(piper, write, tmp_path):
+    """With one clear message; neither the model nor a checkpoint is written, and earlier
+    checkpoints can be resumed.
+    """
+    train = SECTIONS["train"].replace("steps = 5", "steps = 50") + '\nout_dir = "out"'
+    checkpoints = "\ncheckpoint_every = 1\nkeep_checkpoints = 100"
+    path = write(optimizer='name = "sgd"\nlr = 1e30', train=train + checkpoints)
+    result = piper("train", path)
+    assert result.exit_code == 1
+    assert "diverged after" in result.output
+    assert "the loss is no finite number any more" in result.output
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    records = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    losses = [r.loss for r in records]
+    assert [math.isfinite(loss) for loss in losses] == [True] * (len(losses) - 1) + [False]
+    saved = [int(p.name[-8:]) for p in (tmp_path / "out" / "checkpoints").glob("step-*")]
+    assert max(saved) <= records[-1].step - 1
+    again = piper("train", path, "--resume", "out")
+    assert "diverged after" in again.output

@@ -270,3 +270,21 @@ def test_orders_say_nothing_that_they_need_not():
     dag = apply(chain(2), [ONE, SPLIT, Order([[f(0, 0)]]), Order([])])
     assert dag.order == ()
     topological_order(dag)
+
+
+def test_an_order_of_groups_that_share_no_device_is_refused():
+    strategy = [Place({"PP": 0}, [0]), Place({"PP": [1, 2]}, [1]), SPLIT]
+    apart = Order([[f(0, 1)], [], [f(1, 3)]])
+    with pytest.raises(OrderError, match="no two of its groups share a device") as caught:
+        apply(chain(3), [*strategy, Order([[f(1, 3), f(2, 0)]]), apart])
+    message = str(caught.value)
+    assert "directive 4, Order(" in message
+    assert "group 0 ('F PP=0 MB=1' …) on [0], group 2 ('F PP=1 MB=3' …) on [1]" in message
+    # One group that overlaps says something; so does one shared device.
+    for order in (Order([[f(0, 1)], [f(1, 3), f(2, 0)]]), Order([[f(0, 1)], [{"PASS": "B"}]])):
+        assert apply(chain(3), [*strategy, order]).nodes
+
+
+def test_the_nearest_tag_is_named_whatever_its_case():
+    with pytest.raises(FilterError, match=r"names tag 'pp', .* \(did you mean 'PP'\?\)"):
+        apply(chain(2), [ONE, Order([[{"pp": 0}]])])

@@ -82,3 +82,30 @@ def test_a_model_without_experts():
     )
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
         annotate_experts(transformers.LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_a_llama_in_bfloat16_equals_one_process(with_mask):
+    """Its attention calls the kernel in another way when it is captured than when it is run."""
+    sizes = {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    del sizes["num_experts_per_tok"], sizes["output_router_logits"]
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, intermediate_size=64, tie_word_embeddings=True)
+    )
+    for index, layer in enumerate(model.model.layers):
+        piper.annotate_module(layer, "PP", index)
+    ids = randint(16, 8, 12)
+    inputs = {"input_ids": ids}
+    if with_mask:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    report = piper.check(
+        model,
+        loss,
+        piper.strategies.pipeline("1f1b", [[0], [1]], 2),
+        (inputs, ids),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        steps=1,
+        precision="bf16",
+    )
+    assert report.ok, str(report)

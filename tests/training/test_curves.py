@@ -1,4 +1,5 @@
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -54,3 +55,12 @@ def test_the_drawing_fits_its_width():
     out = io.StringIO()
     Console(file=out, width=84).print(loss_curves(curves, width=72))
     assert len(out.getvalue().splitlines()) == 12 + 3
+
+
+def test_losses_that_are_no_numbers_are_not_drawn():
+    points = [(1, 4.0), (2, 3.0), (3, math.inf), (4, math.nan)]
+    finite = loss_curves([Curve(label="x", points=points[:2])], width=20, height=4).plain
+    drawn = loss_curves([Curve(label="x", points=points)], width=20, height=4).plain
+    assert drawn.splitlines()[:-1] == finite.splitlines()[:-1]
+    assert drawn.splitlines()[-1].endswith("x nan")
+    assert loss_curves([Curve(label="x", points=points[2:])]).plain == "no loss recorded yet"

@@ -504,3 +504,11 @@ def test_a_box_that_takes_no_time_is_seen(open_page, tmp_path):
     assert min(min(page.pixel(x + dx, y)) for dx in (-1, 0, 1)) < 240
     page.page.mouse.click(x, y)
     assert page.text("#selected").startswith("B PP=0 MB=0")
+
+
+def test_a_step_counted_in_forwards_names_its_unit_once(open_page, step, tmp_path):
+    forwards = msgspec.structs.replace(step, unit="F")
+    (file,) = piper.visualize(forwards, tmp_path / "forwards.html")
+    caption = open_page(file).page.locator(".caption").inner_text()
+    assert " F · bubble" in caption
+    assert "F F" not in caption

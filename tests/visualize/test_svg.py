@@ -82,13 +82,16 @@ def test_the_legend_names_what_is_there_and_the_bubble(step):
         "backward, inputs",
         "backward, weights",
         "update",
-        f"bubble {step.bubble:.1%}",
+        module.NUMBERS,
+        f"step 26 ms, bubble {step.bubble:.1%}",
     ]
+    forwards = svg(msgspec.structs.replace(step, seconds=9.0, unit="F"))
+    assert f">step 9 F (F: one forward), bubble {step.bubble:.1%}<" in forwards
 
 
 def test_the_legend_says_what_darker_boxes_are(step):
     looped = pipeline(interleaved_one_f_one_b(2, 2, 2), stages=4)
-    assert f">{module.DARKER}<" in svg(looped)
+    assert f">{module.NUMBERS}{module.DARKER}<" in svg(looped)
     assert module.DARKER not in svg(looped, width=400)  # no room
     assert module.DARKER not in svg(step)
 

@@ -1,9 +1,12 @@
+from itertools import product
+
 import pytest
 from rich.console import Console
 from tests.schedules.unit_time import chunks, run
 
 from piper.errors import PlanError
 from piper.schedules import gpipe, one_f_one_b
+from piper.visualize.colours import LOOKS
 from piper.visualize.terminal import Box, DeviceRow, draw
 
 
@@ -25,7 +28,7 @@ def lines(text):
 
 def colours(text):
     """Characters of the drawing by their background."""
-    console = Console(width=200, color_system="standard", force_terminal=True)
+    console = Console(width=200, color_system="truecolor", force_terminal=True)
     found = {}
     for segment in console.render(text):
         if segment.style and segment.style.bgcolor:
@@ -48,7 +51,9 @@ def test_a_long_timeline_goes_on_below_at_a_whole_unit():
         "",
         "device 0 |   B0|B1|B2|",
         "device 1 |B0|B1|B2|",
-        " F  forward   B  backward  bubble 25.0%",
+        " F  forward",
+        " B  backward",
+        "bubble 25.0%",
     ]
 
 
@@ -105,10 +110,31 @@ def test_passes_have_different_colours_and_stages_of_a_device_different_shades()
     )
     found = colours(draw([row]))
     assert len(found) == 4
-    assert sorted(c for c, characters in found.items() if "F" in characters) == [
-        "blue",
-        "bright_blue",
+    look = LOOKS["F"]
+    forward = {colour for colour, characters in found.items() if "F" in characters}
+    assert forward == {look.colour, look.darker}
+
+
+def test_text_reads_on_its_box_whatever_the_theme():
+    """Both colours are given, at a contrast of 3 or more (WCAG 2, for what is not running text)."""
+    rows = [
+        DeviceRow(
+            0, tuple(Box(2 * i, 2, p, 0, s) for i, (p, s) in enumerate(product(LOOKS, (0, 1))) if p)
+        )
     ]
+    console = Console(width=200, color_system="truecolor", force_terminal=True)
+    styles = {s.style for s in console.render(draw(rows)) if s.style and s.style.bgcolor}
+    assert len(styles) == 2 * (len(LOOKS) - 1)
+    for style in styles:
+        one, two = sorted(luminance(c.triplet.hex) for c in (style.color, style.bgcolor))
+        assert (two + 0.05) / (one + 0.05) >= 3, style
+
+
+def luminance(colour):
+    """Relative luminance as WCAG 2 defines it."""
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_the_bubble_counts_the_idle_time_of_all_devices():

@@ -17,13 +17,12 @@ from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.reference import Reference, ReferenceStep
 from piper.api.rows import rebuild_sequence
 from piper.api.trainer import Trainer, TrainResult
-from piper.backends.base import Backend
-from piper.backends.inprocess import InProcessBackend
+from piper.backends import Backend, InProcessBackend, make_backend
 from piper.capture.joint import LossFn
 from piper.capture.precision import PrecisionLike, make_precision
 from piper.directives.base import Directive
-from piper.errors import CheckError
-from piper.runtime.batch import Batch
+from piper.errors import CheckError, expect
+from piper.runtime.batch import Batch, as_pair
 from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec, per_element
 from piper.runtime.slices import Slice
 from piper.runtime.snapshot import StateSnapshot
@@ -55,7 +54,7 @@ def check(
     precision: PrecisionLike = None,
     batch_dims: Mapping[str, int | None] | None = None,
     tolerance: float | None = None,
-    backend: Backend | None = None,
+    backend: str | Backend | None = None,
     compile: bool | Literal["fallback"] = False,  # noqa: A002 (as in piper.compile)
 ) -> CheckReport:
     """Train a float64 copy of *model* for *steps* steps under *strategy*, and in one process, and
@@ -63,7 +62,11 @@ def check(
 
     With a *precision*, both train a copy in the model's own types under that policy instead: this
     shows that the strategy keeps to the policy, and float64 that it computes the right thing.
-    *tolerance* is by default :data:`TOLERANCE`, with a policy :data:`PRECISION_TOLERANCE`.
+    *tolerance* is by default :data:`TOLERANCE`, with a policy :data:`PRECISION_TOLERANCE` (with
+    sharded experts give a rounding of the compute type, 1e-2 for bfloat16, see
+    :class:`piper.Precision`). Under a policy the single process calls the kernels that were
+    captured: some libraries, Hugging Face's among them, choose others while they are traced, and
+    those round otherwise.
 
     *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on
     every device that holds a copy, every gradient, parameter, buffer and optimizer state, and the
@@ -73,11 +76,17 @@ def check(
     """
     if steps < 1:
         raise CheckError(f"steps must be at least 1 to compare anything, found {steps}")
+    chosen = make_backend("inprocess" if backend is None else backend)
+    if not isinstance(chosen, InProcessBackend):
+        raise CheckError(
+            f'check looks at the gradients of workers that are threads of this process: use backend="inprocess", found {backend!r}'
+        )
     policy = make_precision(precision)
+    expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
     model = copy.deepcopy(model) if policy is not None else copy.deepcopy(model).double()
 
     def fetch(step: int) -> Batch:
-        inputs, targets = batch(step) if callable(batch) else batch
+        inputs, targets = as_pair(batch(step) if callable(batch) else batch)
         return (inputs, targets) if policy is not None else (_double(inputs), _double(targets))
 
     groups = None if param_groups is None else tuple(param_groups)
@@ -94,7 +103,6 @@ def check(
     observed = OptimizerSpec(optimizer, groups, lr_schedule, tap.observe)
     errors: list[StepErrors] = []
     loss = 0.0
-    chosen = backend or InProcessBackend()
     how = compilation(compile)
     with Trainer(programs, program, chosen, tensors, observed, seed, how) as trainer:
         for step in range(steps):

@@ -1,6 +1,7 @@
 """What a check found, step by step, and how it is printed."""
 
 from dataclasses import dataclass
+from io import StringIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -35,7 +36,7 @@ class StepErrors:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The comparison. Print it with rich, or read its fields.
+    """The comparison. Print it, or read its fields.
 
     ``whole_batch_difference`` is the relative difference between the first step's loss and the loss
     of the whole batch in one piece: nonzero where microbatches change the meaning of the model
@@ -74,6 +75,12 @@ class CheckReport:
                 f"the strategy differs from single-process training: errors of loss {self.max_loss_error:.1e}, "
                 f"gradients {self.max_grad_error:.1e}, parameters {self.max_param_error:.1e}; allowed {self.tolerance:.0e}"
             )
+
+    def __str__(self) -> str:
+        console = Console(file=StringIO(), width=100, color_system=None)
+        with console.capture() as printed:
+            console.print(self)
+        return printed.get().rstrip()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """A table of the worst errors, the verdict, and what to know about the loss."""

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from piper.directives.base import Directive
-from piper.directives.order import Order
+from piper.directives.order import Order, left_out
 from piper.directives.place import Place
 from piper.directives.recompute import Recompute
 from piper.directives.split import Split
-from piper.errors import PlanError, nearest
+from piper.errors import PlanError, expect, nearest
 from piper.ids import DeviceId, NodeId
 from piper.ir.dag import Chunk, Comm, Dag, Node
 from piper.ir.select import Selector
@@ -15,34 +15,47 @@ from piper.ops.base import Instruction
 from piper.ops.wait import Wait
 from piper.plan.model import Plan
 from piper.simulate import simulate
-from piper.simulate.timeline import Box, Timeline
+from piper.simulate.timeline import FORWARDS, Box, Timeline, time_text
+from piper.sizes import size_text
 
 _SHOWN = 12
 
 
 def explain(
-    plan: Plan, what: str, strategy: Sequence[Directive] = (), timeline: Timeline | None = None
+    plan: Plan,
+    what: str | int,
+    strategy: Sequence[Directive] = (),
+    timeline: Timeline | None = None,
 ) -> str:
     """Why *what* of *plan* runs where and when it does, for people.
 
-    *what* is a node, by number (``"17"``) or label (``"F PP=1 MB=0"``); a device (``"device 1"``);
+    *what* is a node, by number (``17``) or label (``"F PP=1 MB=0"``); a device (``"device 1"``);
     or a step of a device's program (``"1#17"``: device 1, instruction 17). *strategy* is what the
     plan was made from. Without a *timeline* times are counted in forwards.
 
     Raises :class:`PlanError` if there is no such thing.
     """
+    expect(plan, Plan, "explain", "piper.plan makes one of a training DAG")
     line = simulate(plan) if timeline is None else timeline
     found = _Explainer(plan, strategy, line)
-    text = what.strip()
+    text = str(what).strip()
     if text.startswith("device"):
-        return "\n".join(found.device(_number(text.removeprefix("device").lstrip(" :"), what)))
+        lines = found.device(_number(text.removeprefix("device").lstrip(" :"), what))
+        return "\n".join((*lines, *_about(line)))
     device, hash_, position = text.partition("#")
     if hash_:
-        return "\n".join(found.step(_number(device, what), _number(position, what)))
-    return "\n".join(found.node(_find_node(plan.dag, text)))
+        lines = found.step(_number(device, what), _number(position, what))
+    else:
+        lines = found.node(_find_node(plan.dag, text))
+    return "\n".join((*lines, *_about(line)))
 
 
-def _number(text: str, what: str) -> int:
+def _about(timeline: Timeline) -> tuple[str, ...]:
+    """What times are counted in, where it is no unit that people know."""
+    return ("(F: one forward; a backward is 2 F)",) if timeline.unit == FORWARDS else ()
+
+
+def _number(text: str, what: str | int) -> int:
     if not text.strip().isdigit():
         raise PlanError(
             f'{what!r} is not a node, a device or a step; write a number, a label such as "F PP=1 MB=0", "device 1", or "1#17"'
@@ -58,6 +71,11 @@ def _find_node(dag: Dag, text: str) -> Node:
     found = [n for n in dag.nodes.values() if n.label == text]
     if not found:
         labels = dict.fromkeys(n.label for n in dag.nodes.values())
+        if longer := [label for label in labels if label.startswith(f"{text} ")]:
+            more = ", …" if len(longer) > 4 else ""
+            raise PlanError(
+                f"no node has the label {text!r}; there are {', '.join(map(repr, longer[:4]))}{more}"
+            )
         raise PlanError(f"no node has the label {text!r}{nearest(text, labels)}")
     return found[0]
 
@@ -68,6 +86,9 @@ class _Explainer:
         self.strategy = strategy
         self.selector = Selector(plan.dag)
         self.boxes = {(d.device, b.position): b for d in timeline.devices for b in d.boxes()}
+
+    def _time(self, value: float) -> str:
+        return time_text(value, self.timeline.unit)
 
     # --- nodes ------------------------------------------------------------------------------------
 
@@ -160,7 +181,7 @@ class _Explainer:
         if box is None:
             yield f"{where}, and takes no time"
             return
-        yield f"{where}, from {box.start:.6g} to {box.end:.6g}{', on the critical path' if box.critical else ''}"
+        yield f"{where}, from {self._time(box.start)} to {self._time(box.end)}{', on the critical path' if box.critical else ''}"
         yield f"    {self._waited(box)}"
 
     def _waited(self, box: Box) -> str:
@@ -186,11 +207,16 @@ class _Explainer:
         mine = self.plan.devices[role[0]]
         line = next(d for d in self.timeline.devices if d.device == mine.device)
         yield f"device {device}: {len(mine.instructions)} instructions on {len({i.stream for i in mine.instructions})} streams"
-        yield f"  computes {line.busy:.6g}, bubble {line.bubble:.1%}, exposed communication {line.exposed:.6g}, peak {line.peak} bytes"
+        yield f"  computes {self._time(line.busy)}, bubble {line.bubble:.1%}, exposed communication {self._time(line.exposed)}, peak {size_text(line.peak)}"
         chunks = [n for n in self.dag.chunks() if not n.derived and mine.device in n.participants]
         for number, directive in enumerate(self.strategy):
             if isinstance(directive, (Place, Order)) and self._concerns(directive, chunks):
                 yield f"  directive {number}, {directive.describe()}"
+        if missing := [
+            c for c in left_out(self.dag, self.strategy) if mine.device in c.participants
+        ]:
+            labels = ", ".join(c.label for c in missing[:4]) + (" …" if len(missing) > 4 else "")
+            yield f"  no Order names {len(missing)} of its chunks, though some name others like them: {labels}"
         yield "  its longest waits:"
         yield from self._gaps(line.boxes())
 
@@ -213,7 +239,7 @@ class _Explainer:
         )
         for gap, box in gaps[:5]:
             if gap > 0:
-                yield f"    {gap:.6g} before {box.label}: {self._waited(box)}"
+                yield f"    {self._time(gap)} before {box.label}: {self._waited(box)}"
 
     def step(self, device: int, position: int) -> Iterator[str]:
         """One instruction: what it is, what its stream and its waits hold it back for, its node."""
@@ -242,7 +268,7 @@ class _Explainer:
             yield from self._awaits(instructions, instruction)
         box = self.boxes.get((DeviceId(device), position))
         if box is not None:
-            yield f"  from {box.start:.6g} to {box.end:.6g}; {self._waited(box)}"
+            yield f"  from {self._time(box.start)} to {self._time(box.end)}; {self._waited(box)}"
         if (node := self.dag.nodes.get(instruction.node)) is not None:
             yield from self.node(node)
 

@@ -12,8 +12,8 @@ from piper.capture.joint import LossFn
 from piper.capture.precision import Precision
 from piper.directives.base import Directive
 from piper.directives.order import Order
-from piper.directives.strategy import apply
-from piper.errors import ConfigError
+from piper.directives.strategy import apply, as_strategy
+from piper.errors import ConfigError, expect
 from piper.ir.dag import Clip, Dag, GradientUse
 from piper.ir.edit import use_gradients
 from piper.ops.grad_norm import Norm
@@ -63,6 +63,7 @@ class Programs:
         limits: Limits | None = None,
         fold_above: int | None = None,
     ) -> None:
+        expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
         self.fold_above = fold_above
         self.limits = limits or Limits()
         self.precision = precision
@@ -70,7 +71,7 @@ class Programs:
         # Whether all gradients are finite is seen by their norm.
         self.clip = Clip(Norm.L2, None) if self.loss_scaled and clip is None else clip
         self.model, self.loss_fn, self.batch_dims = model, loss_fn, batch_dims
-        self.strategy = tuple(strategy)
+        self.strategy = as_strategy(strategy)
         self._made: dict[tuple[object, ...], Program] = {}
         self._captured: dict[tuple[object, ...], Captured] = {}
 
@@ -158,7 +159,7 @@ def make_clip(max_grad_norm: float | None, norm_type: float) -> Clip | None:
         raise ConfigError(f"norm_type is 2.0 or math.inf, found {norm_type!r}")
     if max_grad_norm is None:
         return None
-    if not max_grad_norm > 0:
+    if not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0:
         raise ConfigError(
             f"max_grad_norm is positive (math.inf: report the norm, clip nothing), found {max_grad_norm!r}"
         )

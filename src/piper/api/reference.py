@@ -15,7 +15,7 @@ from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.rows import Rows
 from piper.api.separate_uses import SeparateUses
 from piper.capture.batch import as_arguments
-from piper.capture.joint import LossFn
+from piper.capture.joint import LossFn, traceable_paths
 from piper.capture.precision import Precision, cast, is_cast
 from piper.devices.tensors import torch_dtype
 from piper.dtypes import DType
@@ -55,7 +55,9 @@ class Reference:
     type. (Autograd by itself would add up the gradients of a parameter that is used twice in the
     compute type, where the sum depends on the order.) What each backward starts from is the same as
     under any strategy: the gradient of the step's loss with respect to a microbatch's, times the
-    scale of the loss.
+    scale of the loss. And libraries take the paths that they take when captured: Hugging Face's
+    attention then calls its kernel with a mask where it would else say that it is causal, which
+    rounds otherwise.
     """
 
     def __init__(
@@ -163,7 +165,9 @@ class Reference:
         inputs, targets = part
         args, kwargs = as_arguments(inputs)
         tensors = {**used.under_all_names(self._dag), **self._buffers()}
-        with used.separate(), DrawFrom(self._seed, step, number):
+        # A policy rounds what each kernel makes: then it must be the kernels that were captured.
+        paths = nullcontext() if self._precision is None else traceable_paths()
+        with paths, used.separate(), DrawFrom(self._seed, step, number):
             if self._precision is not None:
                 args, kwargs = cast((args, kwargs), self._precision.compute)
             outputs = functional_call(self._model, tensors, args, kwargs)

@@ -17,7 +17,9 @@ class Rows:
     leaves: Sequence[BatchLeaf]
 
     def count(self, batch: Batch) -> int:
-        """Rows of *batch*. Raises :class:`BatchError` if its tensors disagree, or none is split."""
+        """Rows of *batch*. Raises :class:`BatchError` if its tensors disagree, none is split, or
+        there are none.
+        """
         found: dict[int, str] = {}
         self._map(batch, lambda name, tensor, dim: self._note(found, name, tensor, dim))
         if len(found) != 1:
@@ -26,7 +28,10 @@ class Rows:
                 or "no tensor is split"
             )
             raise BatchError(f"the tensors of a batch must have one number of rows, found: {what}")
-        return next(iter(found))
+        (rows,) = found
+        if rows == 0:
+            raise BatchError("the batch has no rows; give at least one")
+        return rows
 
     def take(self, batch: Batch, index: torch.Tensor) -> Batch:
         """The rows of *batch* that *index* (int64 ``[n]``) names, in that order."""

@@ -17,7 +17,7 @@ from piper.api.programs import Program, Programs
 from piper.api.rows import Rows
 from piper.api.user_names import snapshot_from, user_state
 from piper.backends.base import Backend, StepResult
-from piper.errors import BatchError, StateError
+from piper.errors import BatchError, ConfigError, StateError
 from piper.ids import DeviceId
 from piper.ir.dag import Dag, GradientUse, LossKind, Role
 from piper.plan.account import account
@@ -85,6 +85,7 @@ class Trainer:
         self._programs, self._backend, self._seed = programs, backend, seed
         self._state_of = program.plan.dag  # what the workers' state was made for
         self._groups = group_names(self._state_of, optimizer)
+        self._has_optimizer = optimizer is not None
         self._compilation = compilation
         self._train = program
         self._trained = _trained(program)
@@ -96,6 +97,8 @@ class Trainer:
         self._closed = False
         policy = None if programs.precision is None else programs.precision.loss_scale
         self.loss_scaler = None if policy is None else LossScaler(policy)
+        if not isinstance(seed, int):
+            raise ConfigError(f"seed is an integer, found {seed!r}")
         if optimizer is not None:
             dag = program.plan.dag
             sliced = {n for n, groups in dag.shards.items() if any(len(g) > 1 for g in groups)}
@@ -141,6 +144,7 @@ class Trainer:
         device.
         """
         if update:
+            self._require_optimizer()
             return self._run([(inputs, targets)])[0]
         return self._keep((inputs, targets))
 
@@ -157,8 +161,13 @@ class Trainer:
         DataLoader. Many steps are one call to the workers; *on_steps* receives the results about
         once a second.
         """
-        if steps < 0:
-            raise BatchError(f"steps is at least 0, found {steps}")
+        if not isinstance(steps, int) or steps < 0:
+            raise BatchError(f"steps is an integer of at least 0, found {steps!r}")
+        self._require_optimizer()
+        if not callable(data) and not isinstance(data, Iterable):
+            raise BatchError(
+                f"data is a function data(step) -> (inputs, targets), or an iterable of such pairs, found {type(data).__name__}"
+            )
         runs = self._pulled(data, steps) if callable(data) else self._pushed(data, steps)
         results: list[TrainResult] = []
         for done in runs:
@@ -257,8 +266,16 @@ class Trainer:
         self._forget()
 
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Copy the trained parameters and persistent buffers into *model*, in place."""
-        model.load_state_dict(self.state_dict())
+        """Copy the trained parameters and persistent buffers into *model*, in place. Raises
+        :class:`StateError` for a model with others.
+        """
+        state = self.state_dict()
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise StateError(
+                f"copy_to needs a model with the parameters and buffers of the one that was compiled: {error}"
+            ) from error
 
     def save(self, path: str | Path, *, metadata: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint: a new folder *path* with all that :meth:`load` needs to go on as if
@@ -403,8 +420,8 @@ class Trainer:
         if self._kept_steps and steps:
             yield self._run([data(self._step)])
         steps = end - self._step
-        sample = data(self._step) if steps else None
-        while sample is not None and self._step < end:
+        while self._step < end:
+            sample = data(self._step)
             self._train = self._programs.training(sample)
             tokens = _tokens(sample, None)
             while self._step < end:
@@ -424,8 +441,7 @@ class Trainer:
                     slowest = max(r.seconds for r in results)
                     fitting = max(1, min(1000, int(SECONDS_PER_CALL / max(slowest, 1e-4))))
                     count = self._most_at_once(fitting)
-                if run.stopped_at is not None:
-                    sample = data(run.stopped_at)
+                if run.stopped_at is not None:  # plan for another kind of batch
                     break
 
     def _call(
@@ -443,6 +459,13 @@ class Trainer:
                 f"{program.signature.difference(run.signature) if run.signature else ''}"
             )
         return run.steps
+
+    def _require_optimizer(self) -> None:
+        if not self._has_optimizer:
+            raise StateError(
+                "this trainer was compiled with optimizer=None and cannot update parameters; compile with an optimizer, or call "
+                "evaluate or step(update=False)"
+            )
 
     def _require_open(self) -> None:
         if self._closed:

@@ -59,9 +59,20 @@ def snapshot_from(
     names of one tied tensor.
     """
     expected = user_state(dag, current)
-    for name in state:
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"expected a mapping from names to tensors, as state_dict() returns, found {type(state).__name__}"
+        )
+    for name, value in state.items():
         if name not in expected:
-            raise StateError(f"state_dict has unexpected entry {name!r}{nearest(name, expected)}")
+            raise StateError(
+                f"state_dict has unexpected entry {name!r}{nearest(str(name), expected)}; the model has {len(expected)} entries, "
+                f"{', '.join(list(expected)[:4])}, …"
+            )
+        if not isinstance(value, torch.Tensor):
+            raise StateError(
+                f"state_dict entry {name!r}: expected a tensor, found {type(value).__name__}"
+            )
     missing = [name for name in expected if name not in state]
     if missing:
         raise StateError(f"state_dict lacks {len(missing)} entries: {', '.join(missing[:8])}")

@@ -7,7 +7,7 @@ steps; whatever a step needs was shipped before it. One driver thread uses a bac
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -69,6 +69,7 @@ class RecordedRun:
     clock_error: float
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Runs plans on devices. Use: ``start``, ``load``, ``initialise``, then anything, at last
     ``close``.

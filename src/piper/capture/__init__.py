@@ -9,6 +9,7 @@ from piper.capture.batch import flatten_batch
 from piper.capture.joint import LossFn, capture_joint
 from piper.capture.partition import Captured, partition
 from piper.capture.precision import PrecisionLike, check_model, make_precision
+from piper.errors import ConfigError, expect
 from piper.ir.dag import Dag
 from piper.pausing import collector_paused
 
@@ -61,6 +62,11 @@ def capture_with_constants(
     precision: PrecisionLike = None,
 ) -> Captured:
     """Like :func:`capture`, with the values of the DAG's constant buffers."""
+    expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn is called as loss_fn(outputs, targets), found {type(loss_fn).__name__}: {loss_fn!r:.80}"
+        )
     batch = flatten_batch(model.forward, example_batch, batch_dims)
     policy = make_precision(precision)
     if policy is not None:

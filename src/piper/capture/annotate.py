@@ -192,6 +192,10 @@ def annotate_module(module: Module, name: str, index: int) -> None:
         raise AnnotationError(
             f"annotate_module needs an index for region {name!r}, for instance the layer's number"
         )
+    if not callable(getattr(type(module), "forward", None)):
+        raise AnnotationError(
+            f"annotate_module marks a torch.nn.Module, found {type(module).__name__}: {module!r:.80}"
+        )
     present = vars(module).get("forward")
     if not isinstance(present, AnnotatedForward) or present.module is not module:
         module.forward = AnnotatedForward(module, ((name, index),), present)

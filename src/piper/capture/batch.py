@@ -171,6 +171,10 @@ def _rebuilder(tree: Tree) -> Rebuild:
 def _apply_batch_dims(
     found: Sequence[Leaf], batch_dims: Mapping[str, int | None]
 ) -> tuple[Leaf, ...]:
+    if not isinstance(batch_dims, Mapping):
+        raise CaptureError(
+            f'batch_dims maps names to 0 or None, such as {{"mask": None}}, found {batch_dims!r}'
+        )
     whole: set[str] = set()
     for key, dim in batch_dims.items():
         if isinstance(dim, bool) or dim not in (None, 0):
@@ -206,6 +210,8 @@ def _batch_size(leaves: Sequence[Leaf]) -> int | None:
                 f"batch tensor {leaf.name!r} has no dimensions and cannot be split; write "
                 f"batch_dims={{{leaf.name!r}: None}} to give it whole to every microbatch"
             )
+        if leaf.value.shape[0] == 0:
+            raise CaptureError(f"batch tensor {leaf.name!r} has no rows; give at least one")
         sizes.setdefault(leaf.value.shape[0], leaf.name)
     if len(sizes) > 1:
         listed = ", ".join(f"{name!r} has {size}" for size, name in sizes.items())

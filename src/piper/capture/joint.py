@@ -311,7 +311,7 @@ def _trace(
     step: _StepModule, leaves: Sequence[torch.Tensor], fake: FakeTensorMode
 ) -> torch.fx.GraphModule:
     with ExitStack() as stack:
-        stack.enter_context(_exporting())
+        stack.enter_context(traceable_paths())
         stack.enter_context(functorch_config.patch(_FUNCTORCH_CONFIG))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(tracing(TracingContext(fake)))
@@ -342,8 +342,10 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _exporting() -> Iterator[None]:
-    """Set torch's exporting flag: libraries then take their traceable paths."""
+def traceable_paths() -> Iterator[None]:
+    """Set torch's exporting flag: libraries then take the paths that they take when captured (of
+    two kernels that compute the same, perhaps another one).
+    """
     compiler = torch.compiler
     before = (compiler._is_compiling_flag, compiler._is_exporting_flag)
     compiler._is_compiling_flag = compiler._is_exporting_flag = True

@@ -69,6 +69,13 @@ class Precision:
     * Buffers stay as they are; so do complex and integer tensors everywhere. (The running
       statistics of a batch norm must be of the compute type: torch has no kernels for others.)
 
+    What a strategy sums itself, it sums in *reduce*, so that it equals one process to a rounding of
+    that. What one kernel sums is rounded to *compute* once, whatever its size: a device that holds
+    a part of the experts (:class:`piper.Shard`) multiplies the tokens of all replicas at once,
+    where one process does so microbatch by microbatch and adds up in *reduce*. Gradients of experts
+    then differ by a rounding of *compute* (in bfloat16 about 3e-3), as they do between any two
+    numbers of microbatches; in float64 they are equal.
+
     ``state_dict`` and checkpoints hold the master weights. *loss_scale* is for float16, whose range
     is too small for many gradients; it is accepted with any type. Containers of outputs must be
     known to ``torch.utils._pytree`` (tuples, lists, dictionaries and the outputs of Hugging Face

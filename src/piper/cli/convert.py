@@ -34,7 +34,11 @@ def convert(
             said = _to_actions(source, target, stage_tag)
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise StrategyFileError(
+            f"cannot convert {source} to {target}: {error.filename}: {error.strerror}"
+        ) from error
+    except UnicodeDecodeError as error:
         raise StrategyFileError(f"cannot convert {source} to {target}: {error}") from error
     console.print(Text(f"{target}: {said}"), soft_wrap=True)
 

@@ -67,8 +67,8 @@ class Durations(StrEnum):
 
 @contextmanager
 def _reporting(traceback: bool) -> Iterator[None]:
-    """One clear message and a failing exit status for what the user can do something about; a bug
-    shows its traceback.
+    """One clear message and a failing exit status for what the user can do something about, files
+    that cannot be read or written among it; a bug shows its traceback.
     """
     try:
         yield
@@ -79,6 +79,11 @@ def _reporting(traceback: bool) -> Iterator[None]:
         if traceback:
             raise
         _complain(f"error: {error}")
+        raise typer.Exit(1) from None
+    except OSError as error:
+        if traceback or error.filename is None:
+            raise
+        _complain(f"error: {error.filename}: {error.strerror}")
         raise typer.Exit(1) from None
 
 
@@ -118,16 +123,19 @@ def train(
     ] = None,
     traceback: Traceback = False,
 ) -> None:
-    """Train the model, evaluate it, and compare with the same training in one process.
+    """Train, evaluate, and compare with training in one process.
 
-    Ctrl-C ends the run after the step that is under way and writes what there is; a second one ends
-    it at once.
+    Ctrl-C ends the run after the step that is under way and writes what there is.
+
+    A second one ends it at once.
     """
     with _reporting(traceback):
         from piper.cli.train import train as run
+        from piper.training.loop import Ending
 
-        if not run(config, Console(), resume):
-            raise typer.Exit(INTERRUPTED)
+        statuses = {Ending.INTERRUPTED: INTERRUPTED, Ending.DIVERGED: 1}
+        if status := statuses.get(run(config, Console(), resume)):
+            raise typer.Exit(status)
 
 
 @app.command()
@@ -160,8 +168,9 @@ def plan(
     ] = None,
     traceback: Traceback = False,
 ) -> None:
-    """Show what every device will do and how much memory it needs. Nothing is run, unless it is to
-    be measured.
+    """Show what every device will do and how much memory it needs.
+
+    Nothing is run, unless it is to be measured.
     """
     with _reporting(traceback):
         from piper.cli.plan import plan as run
@@ -193,7 +202,10 @@ def simulate(
     ] = None,
     traceback: Traceback = False,
 ) -> None:
-    """Predict how long a step takes and what to improve first. Nothing is run."""
+    """Predict how long a step takes and what to improve first.
+
+    Nothing is run.
+    """
     with _reporting(traceback):
         from piper.cli.simulate import Choice
         from piper.cli.simulate import simulate as run
@@ -225,8 +237,9 @@ def view(
     devices_per_node: DevicesPerNode = None,
     traceback: Traceback = False,
 ) -> None:
-    """Draw a step as a page to look around in, or as a static picture: one that was recorded, or a
-    configuration's, planned and simulated here.
+    """Draw a step as a page to look around in, or as a picture.
+
+    The step is one that was recorded, or a configuration's, planned and simulated here.
     """
     with _reporting(traceback):
         from piper.cli.simulate import Choice
@@ -245,8 +258,9 @@ def profile(
     repeats: Annotated[int, typer.Option(min=1, help="Steps that each device runs by itself.")] = 5,
     traceback: Traceback = False,
 ) -> None:
-    """Measure how long the strategy's chunks, messages and collectives take on this machine, alone
-    and at once, for `piper simulate --profile`.
+    """Measure a strategy's chunks and messages on this machine.
+
+    How long they take, alone and at once, for `piper simulate --profile`.
     """
     with _reporting(traceback):
         from piper.cli.profile import profile as run
@@ -270,8 +284,9 @@ def explain(
     devices_per_node: DevicesPerNode = None,
     traceback: Traceback = False,
 ) -> None:
-    """Say why something runs where and when it does: which directive placed it, what it waits
-    for.
+    """Say why something runs where and when it does.
+
+    Which directive placed it, what it waits for.
     """
     with _reporting(traceback):
         from piper.cli.explain import explain as run
@@ -282,8 +297,9 @@ def explain(
 
 @app.command()
 def check(config: ConfigPath, traceback: Traceback = False) -> None:
-    """Compare the strategy with training in one process, in float64: losses, gradients,
-    parameters.
+    """Compare the strategy with training in one process, in float64.
+
+    Losses, gradients, parameters and optimizer state after every step.
     """
     with _reporting(traceback):
         from piper.cli.check import check as run
@@ -302,8 +318,9 @@ def convert(
     ] = "MB",
     traceback: Traceback = False,
 ) -> None:
-    """Turn a schedule of torch.distributed.pipelining (a CSV of actions) into a strategy file, or
-    back.
+    """Turn torch's schedule CSV into a strategy file, or back.
+
+    The CSV is one of actions, as torch.distributed.pipelining reads and writes them.
     """
     with _reporting(traceback):
         from piper.cli.convert import convert as run

@@ -15,6 +15,7 @@ from rich.text import Text
 from piper.api.memory import frame_bytes, optimizer_bytes
 from piper.api.programs import Program, Programs, make_clip, model_tensors
 from piper.backends.measured import measure
+from piper.directives.order import left_out
 from piper.ids import DeviceId, Stream
 from piper.ir.dag import Dag, Pass, Role
 from piper.models.transformer import Transformer, transformer_loss
@@ -37,6 +38,9 @@ from piper.visualize.terminal import Box, DeviceRow, draw
 
 FOLD_ABOVE = 32
 """Of plans for more devices, those that do the same are planned, simulated and shown once."""
+
+SHOWN_OVERLAPS = 8
+"""Overlap groups that are listed."""
 
 UNITS = {
     Pass.FORWARD: 1.0,
@@ -85,13 +89,56 @@ def plan(
     console.print(_headline(planned))
     say_folded(planned, console)
     console.print(draw(rows, console.width))
+    _say_left_out(planned.dag, config, console)
     console.print(_table(planned, rows))
-    if overlaps := overlap_text(planned):
-        console.print(Text(overlaps, end=""), soft_wrap=True)
+    _show_overlaps(planned, console)
     found = measure_memory(config, model, program) if measured else None
-    console.print(_memory_table(planned, plan_memory(config, planned, measured=measured), found))
+    memory = plan_memory(config, planned, measured=measured)
+    _show_memory(planned, memory, found, console)
     if save is not None:
         console.print(Text(f"plan written to {save}"), soft_wrap=True)
+
+
+def _say_left_out(dag: Dag, config: RunConfig, console: Console) -> None:
+    """Say which chunks no order speaks of, where it does of others like them."""
+    if chunks := left_out(dag, config.strategy.directives()):
+        shown = ", ".join(chunk.label for chunk in chunks[:4]) + (" …" if len(chunks) > 4 else "")
+        text = (
+            f"no Order names {_count(len(chunks), 'chunk')} of regions that others order: {shown}"
+        )
+        console.print(Text(text), soft_wrap=True)
+
+
+def _show_overlaps(plan: Plan, console: Console) -> None:
+    """How the planner interleaves what may overlap, at most :data:`SHOWN_OVERLAPS` groups."""
+    lines = overlap_text(plan).splitlines()
+    if not lines:
+        return
+    console.print(Text("overlap groups, and in brackets what is communicated meanwhile"))
+    for line in lines[:SHOWN_OVERLAPS]:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    if len(lines) > SHOWN_OVERLAPS:
+        console.print(Text(f"  … and {len(lines) - SHOWN_OVERLAPS} more; --text shows all"))
+    console.print()
+
+
+def _show_memory(
+    plan: Plan,
+    planned: Sequence[DeviceMemory],
+    measured: Sequence[DeviceMemory] | None,
+    console: Console,
+) -> None:
+    """The table of memory; where each device's peak is stands below if there is no room beside."""
+    table = _memory_table(plan, planned, measured)
+    room = console.options.update(max_width=10_000)
+    if console.measure(table, options=room).maximum <= console.width:
+        console.print(table)
+        return
+    console.print(_memory_table(plan, planned, measured, places=False))
+    for alike in plan.represented():
+        mine = plan.devices[alike[0]]
+        place = _place(plan, mine.instructions[planned[mine.device].position])
+        console.print(Text(f"device {device_name(alike)} is at its peak after {place}"))
 
 
 def say_folded(plan: Plan, console: Console) -> None:
@@ -241,6 +288,9 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
 
 
+_TRAFFIC = ("sends", "receives", "collectives")
+
+
 @dataclass(frozen=True, slots=True)
 class _Traffic:
     """Messages or collectives of one device: how many, and their bytes."""
@@ -255,7 +305,10 @@ class _Traffic:
 def _table(plan: Plan, rows: Sequence[DeviceRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("device", justify="right", no_wrap=True)
-    for name in ("regions", "chunks", "parameters", "sends", "receives", "collectives", "idle"):
+    traffic = {mine.device: _traffic(mine) for mine in plan.devices}
+    kinds = [i for i in range(len(_TRAFFIC)) if any(t[i].count for t in traffic.values())]
+    shown = [_TRAFFIC[i] for i in kinds]
+    for name in ("regions", "chunks", "params", *shown, "idle"):
         table.add_column(name, justify="left" if name == "regions" else "right", no_wrap=True)
     every = [b for row in rows for b in row.boxes]
     begin, end = min(b.start for b in every), max(b.end for b in every)
@@ -265,23 +318,27 @@ def _table(plan: Plan, rows: Sequence[DeviceRow]) -> Table:
         chunks = [i for i in mine.instructions if isinstance(i, Compute)]
         table.add_row(
             device_name(alike),
-            ", ".join(_regions(plan.dag, chunks)),
+            _regions(plan.dag, chunks),
             str(len(chunks)),
             size_text(_parameter_bytes(mine)),
-            *(str(traffic) for traffic in _traffic(mine)),
+            *(str(traffic[mine.device][i]) for i in kinds),
             f"{1 - busy / (end - begin):.1%}",
         )
     return table
 
 
-def _regions(dag: Dag, chunks: Sequence[Compute]) -> list[str]:
-    """The outermost regions that a device computes, such as ``PP=1``."""
+def _regions(dag: Dag, chunks: Sequence[Compute]) -> str:
+    """The outermost regions that a device computes, such as ``PP=0,3``; ``-`` outside of all."""
     splits = {split.name for split in dag.splits}
-    found: dict[str, None] = {}
+    found: dict[str, set[int]] = {}
     for chunk in chunks:
         tags = [tag for tag in dag.nodes[chunk.node].tags if tag[0] not in splits]
-        found[f"{tags[0][0]}={tags[0][1]}" if tags else "-"] = None
-    return sorted(found)
+        name, index = tags[0] if tags else ("", 0)
+        found.setdefault(name, set()).add(index)
+    return " ".join(
+        f"{name}={','.join(map(str, sorted(indices)))}" if name else "-"
+        for name, indices in sorted(found.items())
+    )
 
 
 def _parameter_bytes(mine: DevicePlan) -> int:
@@ -290,7 +347,7 @@ def _parameter_bytes(mine: DevicePlan) -> int:
 
 
 def _traffic(mine: DevicePlan) -> tuple[_Traffic, _Traffic, _Traffic]:
-    """Sends, receives, collectives."""
+    """As :data:`_TRAFFIC`."""
     sizes: dict[str, list[int]] = {"send": [], "receive": [], "collective": []}
     for instruction in mine.instructions:
         if (meeting := instruction.rendezvous()) is not None:
@@ -300,11 +357,23 @@ def _traffic(mine: DevicePlan) -> tuple[_Traffic, _Traffic, _Traffic]:
     return sends, receives, collectives
 
 
+_HEADINGS = {
+    Category.COMMUNICATION: "in flight",
+    Category.PARAMETERS: "params",
+    Category.GRADIENTS: "grads",
+}
+"""Short names of categories, so that a table fits into 80 columns."""
+
+
 def _memory_table(
-    plan: Plan, planned: Sequence[DeviceMemory], measured: Sequence[DeviceMemory] | None
+    plan: Plan,
+    planned: Sequence[DeviceMemory],
+    measured: Sequence[DeviceMemory] | None,
+    *,
+    places: bool = True,
 ) -> Table:
-    """Each device's peak, and what it consists of; columns that say next to nothing are left out.
-    Host memory, where some is used, has a peak of its own.
+    """Each device's peak, what it consists of, and where it is if *places*; columns that say next to
+    nothing are left out. Host memory, where some is used, has a peak of its own.
     """
     represented = plan.represented()
     planned = [planned[alike[0]] for alike in represented]
@@ -313,10 +382,11 @@ def _memory_table(
     columns = [c for c in on_device if any(memory.by_category[c] > least for memory in planned)]
     offloaded = any(memory.highest[Category.HOST] for memory in planned)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    names = ["in flight" if c is Category.COMMUNICATION else c.value for c in columns]
+    names = [_HEADINGS.get(c, c.value) for c in columns]
     for name in ("device", "memory", *(() if measured is None else ("measured",)), *names):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("at its peak after")
+    if places:
+        table.add_column("at its peak after", no_wrap=True)
     if offloaded:
         table.add_column("host memory", justify="right", no_wrap=True)
     for alike, memory in zip(represented, planned, strict=True):
@@ -326,7 +396,7 @@ def _memory_table(
             size_text(memory.peak),
             *(() if measured is None else (size_text(measured[mine.device].peak),)),
             *(size_text(memory.by_category[category]) for category in columns),
-            _place(plan, mine.instructions[memory.position]),
+            *((_place(plan, mine.instructions[memory.position]),) if places else ()),
             *((size_text(memory.highest[Category.HOST]),) if offloaded else ()),
         )
     return table

@@ -19,7 +19,8 @@ from piper.plan.topology import Topology
 from piper.runtime.optimizer import OptimizerSpec
 from piper.simulate import simulate as run
 from piper.simulate.critical import shares
-from piper.simulate.timeline import SECONDS, Timeline
+from piper.simulate.timeline import SECONDS, Timeline, time_text
+from piper.sizes import size_text
 from piper.training.config import RunConfig, load_config
 from piper.training.model import make_skeleton
 from piper.visualize.trace import save_trace
@@ -82,7 +83,8 @@ def simulate(
     report(timeline, console, top=top)
     if trace is not None:
         save_trace(timeline, trace)
-        console.print(Text(f"trace written to {trace}; open it at https://ui.perfetto.dev"))
+        text = Text(f"trace written to {trace}; open it at https://ui.perfetto.dev")
+        console.print(text, soft_wrap=True)
     if save is not None:
         timeline.save(save)
         console.print(Text(f"timeline written to {save}"), soft_wrap=True)
@@ -112,51 +114,48 @@ def report(timeline: Timeline, console: Console, *, top: int) -> None:
     """The totals, a line per device, and the critical path by kind of work; times in the timeline's
     unit.
     """
-    unit = timeline.unit != SECONDS
-    console.print(_headline(timeline, unit=unit))
-    console.print(_devices(timeline, unit=unit))
+    console.print(_headline(timeline))
+    console.print(_devices(timeline))
     console.print(Text("critical path: what to improve first"))
-    console.print(_critical(timeline, top, unit=unit))
+    console.print(_critical(timeline, top))
 
 
-def _time(seconds: float, *, unit: bool) -> str:
-    if unit:
-        return f"{seconds:.4g} F" if seconds else "0"
-    scale, name = next(
-        ((s, n) for s, n in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "µs")
-    )
-    return f"{seconds / scale:.3g} {name}"
-
-
-def _headline(timeline: Timeline, *, unit: bool) -> Text:
-    length = _time(timeline.seconds, unit=unit) + (" (F: one forward)" if unit else "")
+def _headline(timeline: Timeline) -> Text:
+    unit = timeline.unit != SECONDS
+    length = time_text(timeline.seconds, timeline.unit) + (" (F: one forward)" if unit else "")
     words = [f"step {length}", f"bubble {timeline.bubble:.1%}"]
-    if not unit:
-        words.append(f"exposed communication {_time(timeline.exposed, unit=unit)}")
-        words.append(f"{timeline.flops / 1e9:.4g} GFLOP")
+    if unit:
+        return Text(f"{timeline.source.value}: {', '.join(words)}")
+    words.append(f"exposed communication {time_text(timeline.exposed, timeline.unit)}")
+    work = [f"{timeline.flops / 1e9:.4g} GFLOP"]
     if timeline.mfu is not None:
-        words.append(f"{timeline.mfu:.1%} of the peak (MFU)")
+        work.append(f"{_share(timeline.mfu)} of the peak (MFU)")
     if timeline.hfu is not None and timeline.recomputed:
-        words.append(f"{timeline.hfu:.1%} with recomputation (HFU)")
-    return Text(f"{timeline.source.value}: " + ", ".join(words))
+        work.append(f"{_share(timeline.hfu)} with recomputation (HFU)")
+    return Text(f"{timeline.source.value}: {', '.join(words)}\n{', '.join(work)}")
 
 
-def _devices(timeline: Timeline, *, unit: bool) -> Table:
+def _share(share: float) -> str:
+    """Per cent, with a digit that says something: tiny models use little of a device."""
+    return f"{share:.1%}" if share >= 0.001 else f"{100 * share:.1g}%"
+
+
+def _devices(timeline: Timeline) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("device", "computes", "bubble", "exposed", "peak memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for device in timeline.devices:
         table.add_row(
             device_name(device.stands_for),
-            _time(device.busy, unit=unit),
+            time_text(device.busy, timeline.unit),
             f"{device.bubble:.1%}",
-            _time(device.exposed, unit=unit),
-            f"{device.peak / 2**20:.4g} MiB",
+            time_text(device.exposed, timeline.unit),
+            size_text(device.peak),
         )
     return table
 
 
-def _critical(timeline: Timeline, top: int, *, unit: bool) -> Table:
+def _critical(timeline: Timeline, top: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("work")
     for name in ("time", "share", "times", "devices"):
@@ -164,7 +163,7 @@ def _critical(timeline: Timeline, top: int, *, unit: bool) -> Table:
     for share in shares(timeline, top):
         table.add_row(
             share.what,
-            _time(share.seconds, unit=unit),
+            time_text(share.seconds, timeline.unit),
             f"{share.seconds / timeline.seconds:.1%}",
             str(share.count),
             ", ".join(map(str, share.devices[:6])) + (" …" if len(share.devices) > 6 else ""),

@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from piper.training.config import RunConfig, load_config
-from piper.training.curves import Curve, loss_curves
+from piper.training.curves import VERMILION, Curve, loss_curves
 from piper.training.loop import Ending, Outcome
 from piper.training.loop import train as run
 from piper.training.metrics import HeldOutRecord
@@ -32,9 +32,8 @@ MARKS = 18
 """Points of the reference's curve that are drawn over the run's."""
 
 
-def train(path: Path, console: Console, resume: Path | None = None) -> bool:
-    """Run the configuration at *path*, from the checkpoint *resume* on if given; false if it was
-    interrupted.
+def train(path: Path, console: Console, resume: Path | None = None) -> Ending:
+    """Run the configuration at *path*, from the checkpoint *resume* on if given; why it ended.
 
     Raises :class:`~piper.errors.PiperError` for what is wrong with it.
     """
@@ -54,7 +53,7 @@ def train(path: Path, console: Console, resume: Path | None = None) -> bool:
     ) as progress:
         outcome = run(config, _Display(progress))
     report(config, outcome, console)
-    return outcome.ending is not Ending.INTERRUPTED
+    return outcome.ending
 
 
 class _Display:
@@ -115,7 +114,7 @@ def _curves(config: RunConfig, outcome: Outcome) -> list[Curve]:
     if outcome.reference:
         points = list(enumerate(outcome.reference, start=1))
         curves.append(
-            Curve(label="one process", points=_spread(points, MARKS), style="yellow", marks=True)
+            Curve(label="one process", points=_spread(points, MARKS), style=VERMILION, marks=True)
         )
     return curves
 
@@ -132,7 +131,12 @@ def _summary(outcome: Outcome) -> list[str]:
     """The end, the losses, the comparison, the files."""
     steps = outcome.trained[-1].step if outcome.trained else 0
     lines = [f"{outcome.ending.value} after {steps} steps"]
-    if outcome.trained:
+    if outcome.ending is Ending.DIVERGED:
+        lines.append(
+            "the loss is no finite number any more, nor are the weights, which were not saved; lower lr, or give warmup_steps or max_grad_norm, "
+            "and start again or --resume an earlier checkpoint"
+        )
+    elif outcome.trained:
         last = outcome.trained[-LAST_STEPS:]
         loss = statistics.fmean(record.loss for record in last)
         lines.append(f"train loss {loss:.3f} nats per byte (mean of the last {len(last)} steps)")

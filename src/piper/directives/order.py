@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from piper.directives.base import Directive, directive
 from piper.errors import OrderError
 from piper.ids import DeviceId, NodeId
-from piper.ir.dag import Comm, Dag, Node, OrderEdge, Overlap, Pass, Tags
+from piper.ir.dag import Chunk, Comm, Dag, Node, OrderEdge, Overlap, Pass, Tags
 from piper.ir.derive import derive
 from piper.ir.edit import Edit, add_order, add_overlaps
 from piper.ir.overlap import overlapping
@@ -30,8 +30,12 @@ class Order(Directive, frozen=True):
     comes first. A backward that makes only one kind is not cut: it is ``BI`` or ``BW``, and the
     filter for the other half is empty. Where a ``BI`` is ordered, its ``BW`` must be, too.
 
-    Raises :class:`OrderError` for a ``BI`` without its ``BW``, and for members of a group of which
-    one needs what another makes.
+    What each device runs is ordered, nothing across devices: a list of groups that no device shares
+    would say nothing, and is refused. (Some groups may be alone on their devices: one list may hold
+    the orders of several.)
+
+    Raises :class:`OrderError` for a ``BI`` without its ``BW``, for members of a group of which one
+    needs what another makes, and for groups of which no two share a device.
 
     Before ``Order([[{"MB": 1, "PASS": "F"}], [{"MB": 0, "PASS": "B"}]])``, on one device::
 
@@ -97,7 +101,9 @@ class Order(Directive, frozen=True):
         last: dict[DeviceId | None, tuple[NodeId, ...]] = {}
         edges: dict[tuple[NodeId, NodeId], None] = {}
         overlaps: list[tuple[NodeId, ...]] = []
-        for group in self.filters:
+        shown: list[tuple[int, Node]] = []  # a node of each group that has some
+        shared = False
+        for index, group in enumerate(self.filters):
             members = [selector.find(filter_, _orderable) for filter_ in group]
             current: dict[DeviceId | None, dict[NodeId, None]] = {}
             for member in members:
@@ -105,6 +111,8 @@ class Order(Directive, frozen=True):
                     for device in dag.nodes[node].participants or (None,):
                         current.setdefault(device, {})[node] = None
             overlaps += overlapping(dag, members)
+            shown += [(index, dag.nodes[node]) for member in members for node in member[:1]][:1]
+            shared = shared or not last.keys().isdisjoint(current)
             # Devices of one group have the same nodes; there may be thousands.
             ends: dict[tuple[NodeId, ...], tuple[tuple[NodeId, ...], tuple[NodeId, ...]]] = {}
             joined: dict[tuple[tuple[NodeId, ...], tuple[NodeId, ...]], None] = {}
@@ -117,8 +125,27 @@ class Order(Directive, frozen=True):
                 last[device] = final
             for finals, firsts in joined:
                 edges.update({(a, b): None for a in finals for b in firsts if a != b})
+        if len(shown) > 1 and not shared and not overlaps:
+            raise OrderError(_nothing_shared(shown))
         dag = add_order(dag, [OrderEdge(a, b, number) for a, b in edges]).dag
         return add_overlaps(dag, [Overlap(number, nodes) for nodes in overlaps])
+
+
+def left_out(dag: Dag, strategy: Iterable[Directive]) -> list[Chunk]:
+    """Chunks of *dag* that no ``Order`` of *strategy* names, though some name the same region and
+    pass on other microbatches: the planner puts them where it likes, which may be meant, or not.
+    """
+    filters = [f for d in strategy if isinstance(d, Order) for group in d.filters for f in group]
+    selector = Selector(dag)
+    ordered = {node for f in filters if f.get(COMM) is None for node in selector.find(f)}
+    splits = {split.name for split in dag.splits}
+    alike: dict[tuple[Tags, Pass], list[Chunk]] = {}
+    for chunk in dag.chunks():
+        if not chunk.derived:
+            region = tuple(tag for tag in chunk.tags if tag[0] not in splits)
+            alike.setdefault((region, chunk.pass_), []).append(chunk)
+    partly = (c for c in alike.values() if len({chunk.id in ordered for chunk in c}) == 2)
+    return [chunk for chunks in partly for chunk in chunks if chunk.id not in ordered]
 
 
 def _orderable(node: Node) -> bool:
@@ -126,6 +153,18 @@ def _orderable(node: Node) -> bool:
     them.
     """
     return isinstance(node, Comm) or not node.derived or isinstance(node.work, Update)
+
+
+def _nothing_shared(shown: Sequence[tuple[int, Node]]) -> str:
+    where = ", ".join(
+        f"group {index} ({node.label!r} …) on {list(node.participants)}"
+        for index, node in shown[:4]
+    )
+    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+    return (
+        f"no two of its groups share a device, so it orders nothing: {where}{more}. An Order says what each device runs first; what "
+        "different devices do follows from the data. Write an Order for each device, with the chunks that are on it"
+    )
 
 
 def _ends(dag: Dag, nodes: Iterable[NodeId]) -> tuple[tuple[NodeId, ...], tuple[NodeId, ...]]:

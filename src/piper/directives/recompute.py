@@ -80,7 +80,7 @@ class Recompute(Directive, frozen=True):
             mine = known.intersection((name, *ALIASES.get(name, ())))
             if known and not mine:  # nothing is known where there is no backward
                 raise DirectiveError(
-                    f"save names operator {name!r}, which no matched forward calls{nearest(name, known)}; they call: "
+                    f"save names operator {name!r}, which no matched forward calls{nearest(name, [*ALIASES, *known])}; they call: "
                     f"{', '.join(sorted(known))}"
                 )
             found |= mine

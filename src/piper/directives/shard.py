@@ -51,6 +51,10 @@ class Shard(Directive, frozen=True):
     its own. Such a region is placed by this directive (leave it out of every ``Place``), which
     comes after those that place the rest.
 
+    Under a :class:`piper.Precision` the experts' gradients differ from those of one process by a
+    rounding of its compute type, because one product over the tokens of several replicas is rounded
+    once.
+
     Before ``Shard({"EP": 0}, devices="placed")`` with everything on ``[0, 1]``, for 8 experts::
 
         F ──x[8, C, d]──▶ F EP=0 ──y[8, C, d]──▶ F

@@ -1,6 +1,7 @@
 """Strategies: lists of directives, applied in program order, and their JSON form."""
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 
 from piper.directives.base import DIRECTIVES, Directive
 from piper.directives.published import in_our_form
-from piper.errors import PiperError, StrategyFileError, nearest
+from piper.errors import DirectiveError, PiperError, StrategyFileError, expect, nearest
 from piper.ir.check import check_dag
 from piper.ir.dag import Dag
 from piper.ir.derive import derive
@@ -24,8 +25,11 @@ def apply(dag: Dag, strategy: Strategy) -> Dag:
     """*dag* rewritten by each directive in program order; invariants are checked after each.
 
     Neighbouring directives of one kind (a whole placement, a whole schedule) count as one. An error
-    names the directive that caused it and is of the class that its ``apply`` documents.
+    names the directive that caused it and is of the class that its ``apply`` documents;
+    :class:`DirectiveError` is raised for what is no list of directives.
     """
+    expect(dag, Dag, "apply", "piper.capture makes one")
+    strategy = as_strategy(strategy)
     start = len(dag.directives)
     dag = replace(dag, directives=(*dag.directives, *(d.describe() for d in strategy)))
     with collector_paused():
@@ -38,6 +42,29 @@ def apply(dag: Dag, strategy: Strategy) -> Dag:
         for kind, given in kinds.items():
             kind.check_together(dag, given)
     return dag
+
+
+def as_strategy(given: Iterable[object]) -> tuple[Directive, ...]:
+    """*given* as a strategy. Raises :class:`DirectiveError` for what is no list of directives."""
+    if isinstance(given, (Directive, str, Mapping)) or not isinstance(given, Iterable):
+        hint = "; piper.load_strategy reads a file" if isinstance(given, (str, Path)) else ""
+        raise DirectiveError(
+            f"a strategy is a list of directives, [piper.Place(...), ...], found {_kind(given)}{hint}"
+        )
+    strategy: list[Directive] = []
+    for number, entry in enumerate(given):
+        if isinstance(entry, Directive):
+            strategy.append(entry)
+            continue
+        hint = "; unpack it with *" if isinstance(entry, (list, tuple)) else ""
+        raise DirectiveError(
+            f"entry {number} of the strategy: expected a directive such as piper.Place(...), found {_kind(entry)}{hint}"
+        )
+    return tuple(strategy)
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__name__}: {reprlib.repr(value)}"
 
 
 def _apply_run(dag: Dag, run: Sequence[tuple[int, Directive]]) -> Dag:
@@ -61,9 +88,17 @@ def _apply_run(dag: Dag, run: Sequence[tuple[int, Directive]]) -> Dag:
 
 
 def dump_strategy(strategy: Strategy, path: str | Path) -> None:
-    """Write a strategy as a JSON list of objects ``{"op": "place", ...}``, one directive a line."""
+    """Write a strategy as a JSON list of objects ``{"op": "place", ...}``, one directive a line.
+
+    Raises :class:`DirectiveError` for what is no strategy, :class:`StrategyFileError` if the file
+    cannot be written.
+    """
+    strategy = as_strategy(strategy)
     lines = [msgspec.json.encode(directive).decode() for directive in strategy]
-    Path(path).write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    try:
+        Path(path).write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    except OSError as error:
+        raise StrategyFileError(f"cannot write strategy file {path}: {error.strerror}") from error
 
 
 def load_strategy(path: str | Path) -> list[Directive]:

@@ -128,7 +128,9 @@ def _picture(dag: Dag, cycle: Sequence[NodeId]) -> str:
 
 def _directive(dag: Dag, number: int) -> str:
     text = dag.directives[number] if 0 <= number < len(dag.directives) else ""
-    return f"directive {number}: {text[:60]}" if text else f"directive {number}"
+    if not text:
+        return f"directive {number}"
+    return f"directive {number}: {text}" if len(text) <= 60 else f"directive {number}: {text[:59]}…"
 
 
 def unplaced(dag: Dag) -> list[Chunk]:

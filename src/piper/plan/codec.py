@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, Union
 import msgspec
 
 import piper.ops  # noqa: F401  (fills the registries)
-from piper.errors import PlanError
+from piper.errors import PlanError, expect
 from piper.ids import BodyId, DeviceId, NodeId, ValueId
 from piper.ir.body import Body, body_id
 from piper.ir.dag import (
@@ -168,11 +168,17 @@ def decode_plan(files: Mapping[str, bytes]) -> Plan:
 
 
 def save_plan(plan: Plan, folder: str | Path) -> None:
-    """Write a plan's files into *folder*, which is made if missing."""
+    """Write a plan's files into *folder*, which is made if missing. Raises :class:`PlanError` if
+    that is impossible.
+    """
+    expect(plan, Plan, "save_plan", "piper.plan makes one of a training DAG")
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    for name, data in encode_plan(plan).items():
-        (path / name).write_bytes(data)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for name, data in encode_plan(plan).items():
+            (path / name).write_bytes(data)
+    except OSError as error:
+        raise PlanError(f"cannot write a plan into folder {path}: {error.strerror}") from error
 
 
 def load_plan(folder: str | Path) -> Plan:

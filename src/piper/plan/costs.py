@@ -6,10 +6,10 @@ of a device, :class:`~piper.plan.profile.Profile` remembers measurements.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from piper.dtypes import DType
-from piper.errors import ConfigError, nearest
+from piper.errors import ConfigError, expect, nearest
 from piper.ids import BodyId
 from piper.ir.dag import Chunk, Dag, Pass
 from piper.ops.compute import Call
@@ -24,6 +24,7 @@ ADDED = "added"
 """
 
 
+@runtime_checkable
 class Costs(Protocol):
     """Durations in seconds (:class:`UnitCosts`: in forwards).
 
@@ -238,6 +239,7 @@ def hardware(name: str, topology: Topology | None = None) -> Hardware:
     """The preset *name*, connected by *topology* if given. Raises :class:`ConfigError` for an
     unknown name.
     """
+    expect(name, str, "hardware", f"known: {', '.join(PRESETS)}")
     for known, preset in PRESETS.items():
         if known.lower() == name.lower():
             return preset if topology is None else replace(preset, topology=topology)

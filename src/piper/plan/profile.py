@@ -111,8 +111,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.unpacking.get(op, _NOTHING).seconds(nbytes)
 
     def save(self, path: str | Path) -> None:
-        """Write JSON."""
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        """Write JSON. Raises :class:`ConfigError` if the file cannot be written."""
+        try:
+            Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        except OSError as error:
+            raise ConfigError(f"cannot write profile {path}: {error.strerror}") from error
 
 
 def chunk_key(body: BodyId, bindings: Mapping[str, int]) -> str:

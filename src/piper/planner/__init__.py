@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace as replace_struct
 
-from piper.errors import CaptureError, PlacementError, SplitError
+from piper.errors import CaptureError, PlacementError, SplitError, expect
 from piper.ids import DeviceId, NodeId
 from piper.ir.check import check_dag, unplaced
 from piper.ir.dag import Chunk, Dag, LossKind
@@ -73,6 +73,7 @@ def plan(
     device needs more than the budget whatever the bounds, :class:`ConfigError` for a malformed
     size.
     """
+    expect(dag, Dag, "plan", "piper.capture makes one, piper.apply places it")
     sizes = {
         "memory_budget": memory_budget,
         "receive_bytes": receive_bytes,

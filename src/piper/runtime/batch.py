@@ -72,13 +72,18 @@ def flatten(batch: Batch) -> dict[str, object]:
 
     Raises :class:`BatchError` when it is not a pair.
     """
-    pair: object = batch  # what the user's function returned
+    inputs, targets = as_pair(batch)
+    return dict((*_leaves("inputs", inputs), *_leaves("targets", targets)))
+
+
+def as_pair(pair: object) -> Batch:
+    """What a user gave as a batch. Raises :class:`BatchError` when it is not a pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
         raise BatchError(
             f"a batch must be a pair (inputs, targets), found {type(pair).__name__}{size}"
         )
-    return dict((*_leaves("inputs", pair[0]), *_leaves("targets", pair[1])))
+    return pair[0], pair[1]
 
 
 def _leaves(name: str, tree: object) -> Iterator[tuple[str, object]]:

@@ -5,6 +5,7 @@ else. That equals one optimizer over the whole model only if no parameter's upda
 another parameter, and, where parameters are sharded, no element's on another element.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -49,15 +50,31 @@ def check_optimizer(
     spec: OptimizerSpec, model: Mapping[str, Parameter], sharded: Collection[str], num_devices: int
 ) -> None:
     """Raise :class:`ConfigError` unless the optimizer serves parameters of *model* that are spread
-    over *num_devices* devices, those named by *sharded* in slices.
+    over *num_devices* devices, those named by *sharded* in slices, and the learning rate of the
+    first step is a number.
 
     An optimizer that is not known is tried on small tensors with random gradients: all together,
     each parameter apart, and in two halves. Its update must be the same.
     """
     trained = [name for name, parameter in model.items() if parameter.requires_grad]
-    if not trained or (num_devices == 1 and not sharded):
+    if not trained:
         return
-    _Trial(spec, model, _representatives(spec, model, sharded), sharded).run()
+    _check_schedule(spec)
+    if num_devices > 1 or sharded:
+        _Trial(spec, model, _representatives(spec, model, sharded), sharded).run()
+
+
+def _check_schedule(spec: OptimizerSpec) -> None:
+    if spec.lr_schedule is None:
+        return
+    try:
+        factor = float(spec.lr_schedule(0))
+    except Exception as error:
+        raise ConfigError(
+            f"lr_schedule= must return a factor on the learning rates for every step, failed for step 0: {type(error).__name__}: {error}"
+        ) from error
+    if math.isnan(factor):
+        raise ConfigError("lr_schedule= must return a factor on the learning rates, found NaN")
 
 
 def _representatives(

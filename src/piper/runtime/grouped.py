@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from piper.errors import BatchError
+
 _KERNEL_TYPE = torch.bfloat16
 """The element type for which torch has a kernel."""
 
@@ -107,7 +109,16 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) 
 
     bfloat16 on a GPU uses torch's grouped kernel; everything else is a loop over groups, which
     works for every element type.
+
+    Raises :class:`~piper.errors.BatchError` for other numbers of dimensions, or counts that are no
+    int64.
     """
+    found = [tuple(t.shape) for t in (rows, weights, counts)]
+    if [len(shape) for shape in found] != [2, 3, 1] or counts.dtype is not torch.int64:
+        raise BatchError(
+            f"grouped_mm: expected rows [N, k], weights [G, k, m] and counts [G] (int64), found shapes "
+            f"{', '.join(map(str, found))} and counts of type {counts.dtype}"
+        )
     out: torch.Tensor = torch.ops.piper.grouped_mm(rows, weights, counts)
     return out
 

@@ -28,12 +28,27 @@ class OptimizerSpec:
     form the last group, without options of their own. ``lr_schedule`` maps the step to a factor on
     every group's learning rate. ``observe`` is shown the final gradients, by parameter name, before
     each update.
+
+    Raises :class:`ConfigError` for a ``build`` or an ``lr_schedule`` that cannot be called.
     """
 
     build: OptimizerFactory
     param_groups: tuple[Mapping[str, object], ...] | None = None
     lr_schedule: Callable[[int], float] | None = None
     observe: Callable[[Mapping[str, torch.Tensor], Mapping[str, Slice]], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.build):
+            found = type(self.build).__name__
+            raise ConfigError(
+                "optimizer= is a function that makes an optimizer over the tensors that it is given, such as lambda params: "
+                f"torch.optim.AdamW(params, lr=3e-4), found {found}: {self.build!r:.80}"
+            )
+        if self.lr_schedule is not None and not callable(self.lr_schedule):
+            raise ConfigError(
+                "lr_schedule= is a function from the number of a step to a factor on the learning rates, such as lambda step: "
+                f"min(1, (step + 1) / 100), found {type(self.lr_schedule).__name__}"
+            )
 
 
 STEP = "step"
@@ -70,8 +85,16 @@ def build_optimizer(
             {**options, "params": [trained[n] for n in names if n in trained]}
             for names, options in groups
         ]
-    optimizer = spec.build(argument)
+    try:
+        optimizer = spec.build(argument)
+    except Exception as error:
+        count = sum(tensor.numel() for tensor in trained.values())
+        raise ConfigError(
+            f"optimizer= failed over {len(trained)} tensors of {count} elements in all (a device gives it what it holds; it is tried on small "
+            f"ones first): {type(error).__name__}: {error}"
+        ) from error
     _check_optimizer(optimizer)
+    _check_options(optimizer, groups)
     return optimizer
 
 
@@ -88,9 +111,10 @@ def group_parameters(
     owner: dict[str, int] = {}
     groups: list[tuple[list[str], dict[str, object]]] = []
     for number, entry in enumerate(param_groups or ()):
+        patterns = _patterns(number, entry)
         options = {key: value for key, value in entry.items() if key not in ("names", "params")}
         names: list[str] = []
-        for pattern in _patterns(number, entry):
+        for pattern in patterns:
             found = [p for p in trained if _matches(p, pattern)]
             if not found:
                 raise ConfigError(_no_match(number, pattern, model))
@@ -108,10 +132,14 @@ def group_parameters(
 
 
 def _patterns(number: int, entry: Mapping[str, object]) -> list[str]:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(
+            f'param_groups[{number}] must be {{"names": [pattern, ...], **options}}, found {entry!r:.80}'
+        )
     patterns = entry.get("names")
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
         raise ConfigError(
-            f'param_groups[{number}] must be {{"names": [pattern, ...], **options}}, found names={patterns!r}'
+            f'param_groups[{number}] must be {{"names": [pattern, ...], **options}} with patterns of parameter names, found names={patterns!r}'
         )
     return list(patterns)
 
@@ -131,6 +159,21 @@ def _no_match(number: int, pattern: str, model: Mapping[str, Parameter]) -> str:
         f"param_groups[{number}]: pattern {pattern!r} matches no parameter{nearest(pattern, model)}; "
         f"patterns are shell-style, for instance '*.bias'"
     )
+
+
+def _check_options(
+    optimizer: Optimizer, groups: Sequence[tuple[list[str], dict[str, object]]]
+) -> None:
+    """Refuse options of groups that torch's own optimizers would take and never look at."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    known = optimizer.defaults
+    for number, (_, options) in enumerate(groups):
+        if unknown := [name for name in options if name not in known]:
+            raise ConfigError(
+                f"param_groups[{number}]: {type(optimizer).__name__} has no option {unknown[0]!r}{nearest(unknown[0], known)}; "
+                f"its options: {', '.join(known)}"
+            )
 
 
 def _check_optimizer(optimizer: object) -> None:

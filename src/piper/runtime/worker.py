@@ -1,6 +1,7 @@
 """What runs on each device: its plans, its state, and whole runs of steps."""
 
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -324,7 +325,7 @@ class Worker:
             found = signature_of(leaves)
         except Exception as error:
             raise RunError(
-                f"device {self._rank}: the batch of step {step} could not be loaded: {type(error).__name__}: {error}"
+                f"device {self._rank}: the batch of step {step} could not be loaded: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
             ) from error
         loaded.context.leaves = leaves
         return None if found == loaded.signature else found

@@ -92,8 +92,12 @@ def order_groups(
 
 
 def require_positive(schedule: str, **counts: int) -> None:
-    """Raise :class:`~piper.errors.ScheduleError` unless each of *counts* is at least 1."""
+    """Raise :class:`~piper.errors.ScheduleError` unless each of *counts* is an integer of at least
+    1.
+    """
     for name, count in counts.items():
+        if not isinstance(count, int):
+            raise ScheduleError(f"{schedule}: {name} must be an integer, found {count!r}")
         if count < 1:
             raise ScheduleError(f"{schedule}: {name} must be at least 1, found {count}")
 

@@ -83,6 +83,12 @@ def two_way(
 
 def check_groups(groups: Groups) -> None:
     """Raise :class:`~piper.errors.PlacementError` for groups that cannot be a pipeline's ranks."""
+    if not isinstance(groups, Sequence) or any(
+        not isinstance(group, Sequence) or isinstance(group, str) for group in groups
+    ):
+        raise PlacementError(
+            f"groups is a list with a list of devices for each rank, such as [[0], [1]], found {groups!r}"
+        )
     if not groups:
         raise PlacementError("expected at least one device group, found none")
     size = len(groups[0])

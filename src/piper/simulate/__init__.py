@@ -7,6 +7,7 @@ finds what its length is made of, ``timeline`` is the result as data.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from piper.errors import ConfigError, expect
 from piper.ids import DeviceId, NodeId
 from piper.ops.all_to_all import ExchangeRows
 from piper.ops.base import Instruction, Rendezvous
@@ -46,6 +47,11 @@ def simulate(
     Raises :class:`~piper.errors.ConfigError` for an unknown preset, too few devices, or a chunk
     that was not measured; :class:`~piper.errors.PlanError` for a plan that never ends.
     """
+    expect(plan, Plan, "simulate", "piper.plan makes one of a training DAG")
+    if costs is not None and not isinstance(costs, (str, Costs)):
+        raise ConfigError(
+            f'simulate: costs are piper.UnitCosts(), a preset such as "H100", a piper.Hardware or a piper.Profile, found {costs!r:.80}'
+        )
     chosen = hardware(costs) if isinstance(costs, str) else costs or UnitCosts()
     with collector_paused():
         timing = _Timing(plan, chosen, chosen.topology_for(plan.num_devices))

@@ -162,8 +162,23 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(d.exposed * len(d.stands_for) for d in self.devices) / self.num_devices
 
     def save(self, path: str | Path) -> None:
-        """Write JSON."""
-        Path(path).write_bytes(msgspec.json.encode(self))
+        """Write JSON. Raises :class:`PlanError` if the file cannot be written."""
+        try:
+            Path(path).write_bytes(msgspec.json.encode(self))
+        except OSError as error:
+            raise PlanError(f"cannot write timeline {path}: {error.strerror}") from error
+
+
+def time_text(value: float, unit: str) -> str:
+    """*value*, counted in *unit*, for people: ``"12.3 ms"``; forwards as ``"4 F"``."""
+    if unit != SECONDS:
+        return f"{value:.4g} {unit}"
+    if value == 0:
+        return "0 s"
+    scales = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    # 0.9995: what would be rounded to 1000 of a unit is 1 of the next
+    scale, name = next((s for s in scales if abs(value) >= 0.9995 * s[0]), scales[-1])
+    return f"{value / scale:.3g} {name}"
 
 
 class _Version(msgspec.Struct):
@@ -172,9 +187,12 @@ class _Version(msgspec.Struct):
 
 def load_timeline(path: str | Path) -> Timeline:
     """The timeline that :meth:`Timeline.save` wrote. Raises :class:`PlanError` for another version
-    or a malformed file.
+    or an unreadable or malformed file.
     """
-    data = Path(path).read_bytes()
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read timeline {path}: {error.strerror}") from error
     try:
         found = msgspec.json.decode(data, type=_Version).version
         if found == VERSION:

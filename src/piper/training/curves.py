@@ -1,9 +1,13 @@
 """Loss curves for the terminal, in braille."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.text import Text
+
+BLUE, VERMILION = "#4d9de0", "#d55e00"
+"""Colours that read on a dark and on a light background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +20,7 @@ class Curve:
 
     label: str
     points: Sequence[tuple[int, float]]
-    style: str = "cyan"
+    style: str = BLUE
     marks: bool = False
 
 
@@ -34,7 +38,7 @@ def loss_curves(curves: Sequence[Curve], width: int = 72, height: int = 12) -> T
     """Draw *curves* over one pair of axes, *width* x *height* characters without the labels.
 
     The text has a line per row, the axis of steps, and a legend with each curve's last value.
-    Curves without points are named in the legend only.
+    Curves without points are named in the legend only; points without a finite loss are not drawn.
 
     Raises:
         ValueError: *width* or *height* leaves no room.
@@ -43,12 +47,13 @@ def loss_curves(curves: Sequence[Curve], width: int = 72, height: int = 12) -> T
         raise ValueError(
             f"loss_curves: expected at least 8 x 2 characters, found {width} x {height}"
         )
-    points = [point for curve in curves for point in curve.points]
+    drawable = [replace(c, points=[p for p in c.points if math.isfinite(p[1])]) for c in curves]
+    points = [point for curve in drawable for point in curve.points]
     if not points:
         return Text("no loss recorded yet")
     frame = _Frame.around(points, width, height)
     cells: list[list[tuple[str, str]]] = [[(" ", "")] * width for _ in range(height)]
-    for curve in curves:
+    for curve in drawable:
         drawn = _marks(curve, frame) if curve.marks else _line(curve, frame)
         for (column, row), symbol in drawn.items():
             cells[row][column] = (symbol, curve.style)

@@ -50,6 +50,7 @@ class Ending(StrEnum):
     FINISHED = "finished"
     TIME = "out of time"
     INTERRUPTED = "interrupted"
+    DIVERGED = "diverged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Outcome:
 
     ``reference`` holds the losses of the first steps of the same training in one process,
     ``sample`` what the model wrote after the held-out bytes ``prompt``. Both are empty when the run
-    was interrupted.
+    was interrupted or diverged.
     """
 
     ending: Ending
@@ -90,7 +91,9 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
     ``resume`` the run goes on from a checkpoint, under whatever strategy; its metrics up to there
     are kept.
 
-    After a Ctrl-C the step that is under way is completed, and what there is is written.
+    After a Ctrl-C the step that is under way is completed, and what there is is written. A loss that
+    is no finite number ends the run, since no later one will be; the model is not written then, and
+    the last checkpoint is one from before.
 
     Raises :class:`~piper.errors.PiperError` before any worker is started for whatever can be known
     to be wrong by then.
@@ -138,14 +141,15 @@ def train(config: RunConfig, watcher: Watcher | None = None) -> Outcome:
             run.remember(earlier)
             ending = run.to_the_end()
             state = trainer.state_dict()
-            files.write_model(state)
+            if ending is not Ending.DIVERGED:
+                files.write_model(state)
     outcome = Outcome(
         ending=ending,
         out_dir=files.folder,
         trained=tuple(run.trained),
         held_out=tuple(run.held_out),
     )
-    if ending is Ending.INTERRUPTED:
+    if ending in (Ending.INTERRUPTED, Ending.DIVERGED):
         return outcome
     model.load_state_dict(state)
     return _finished(config, outcome, model, _prompt(held_out), watcher)
@@ -193,6 +197,7 @@ class _Run:
     trained: list[TrainRecord] = field(default_factory=list)
     held_out: list[HeldOutRecord] = field(default_factory=list)
     deadline: float = math.inf
+    diverged: bool = False
 
     def remember(self, records: Sequence[Record]) -> None:
         """What was found in the steps before those of this run."""
@@ -200,9 +205,11 @@ class _Run:
         self.held_out += [record for record in records if isinstance(record, HeldOutRecord)]
 
     def to_the_end(self) -> Ending:
-        """Train until the last step, the time limit or an interrupt, and save the last state."""
+        """Train until the last step, the time limit, an interrupt or a loss that is no number, and
+        save the last state, except after the latter.
+        """
         ending = self._train()
-        if self.config.train.checkpoint_every is not None:
+        if ending is not Ending.DIVERGED and self.config.train.checkpoint_every is not None:
             self._save()
         return ending
 
@@ -224,6 +231,8 @@ class _Run:
                     self._save()
                     self._heed_interrupts()
         except _Enough:
+            if self.diverged:
+                return Ending.DIVERGED
             return Ending.INTERRUPTED if self.interrupts.requested else self._out_of_time()
         return Ending.FINISHED
 
@@ -231,7 +240,7 @@ class _Run:
         try:
             self._evaluate()
         except _Enough:
-            return Ending.INTERRUPTED
+            return Ending.DIVERGED if self.diverged else Ending.INTERRUPTED
         return Ending.TIME
 
     def _on_steps(self, results: Sequence[TrainResult]) -> None:
@@ -245,6 +254,10 @@ class _Run:
             )
             self.metrics.write(record)
             self.trained.append(record)
+            # A step that was skipped because its scaled loss was too large changed nothing.
+            if not math.isfinite(result.loss) and not result.skipped:
+                self.diverged = True
+                raise _Enough
         seconds = sum(r.seconds for r in results)
         rate = sum(r.tokens for r in results) / seconds if seconds else math.inf
         self.watcher.advance(len(results), results[-1].loss, rate)
@@ -262,6 +275,9 @@ class _Run:
         self.metrics.write(record)
         self.held_out.append(record)
         self.watcher.evaluated(record)
+        if not math.isfinite(record.loss):
+            self.diverged = True
+            raise _Enough
         self._heed_interrupts()
 
     def _heed_interrupts(self) -> None:

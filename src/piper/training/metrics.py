@@ -1,5 +1,6 @@
 """Metrics of a run: an append-only ``metrics.jsonl`` and loss curves for the terminal."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from piper.errors import ConfigError
 class TrainRecord(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="train", tag_field="kind"
 ):
-    """One optimizer step: *loss* in nats per token, *seconds* of wall time for this step,
+    """One optimizer step: *loss* in nats per token (in the file null if it is no finite number), *seconds* of wall time for this step,
     *grad_norm* before clipping if gradients are clipped.
     """
 
@@ -85,14 +86,22 @@ def read_metrics(path: Path) -> list[Record]:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: expected a metrics file: {error.strerror}") from error
-    decoder = msgspec.json.Decoder(TrainRecord | HeldOutRecord)
     records: list[Record] = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            records.append(decoder.decode(line))
+            records.append(_record(line))
         except msgspec.DecodeError as error:
             raise ConfigError(f"{path}:{number}: expected a metrics record: {error}") from error
     return records
+
+
+def _record(line: bytes) -> Record:
+    """The record in a line of JSON, which has null for a loss that is no finite number."""
+    fields = msgspec.json.decode(line, type=dict[str, object])
+    if fields.get("loss", 0.0) is None:
+        fields["loss"] = math.nan
+    record: Record = msgspec.convert(fields, TrainRecord | HeldOutRecord)
+    return record
 
 
 def rewrite_metrics(path: Path, records: Sequence[Record]) -> None:

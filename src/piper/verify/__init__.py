@@ -7,7 +7,7 @@ what instructions say about themselves (reads, writes, frees, rendezvous, stream
 from collections.abc import Iterator
 from itertools import islice
 
-from piper.errors import VerificationError
+from piper.errors import VerificationError, expect
 from piper.pausing import collector_paused
 from piper.plan.model import Plan
 from piper.verify.contributions import check_contributions
@@ -36,6 +36,7 @@ def verify(plan: Plan) -> Report:
     over; every parameter copy is updated once, by the sum of all its contributions. Time is linear
     in the number of instructions.
     """
+    expect(plan, Plan, "verify", "piper.plan makes one of a training DAG")
     with collector_paused():
         subject, problems = _examine(plan)
     if problems:

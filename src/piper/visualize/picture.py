@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from piper.errors import PictureError, nearest
+from piper.errors import PictureError, expect, nearest
 from piper.simulate.timeline import Timeline
 from piper.visualize.files import cannot_write
 from piper.visualize.html import write_html
@@ -36,6 +36,9 @@ def visualize(
     Raises :class:`~piper.errors.PictureError` for another extension, a timeline without boxes, two
     timelines in different units, or a file that cannot be written.
     """
+    for each in (timeline, compare):
+        if each is not None or each is timeline:
+            expect(each, Timeline, "visualize", "piper.simulate and trainer.profile make them")
     where = Path(path)
     check_kind(where)
     if compare is not None and where.suffix != ".html":

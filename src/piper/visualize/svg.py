@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from piper.errors import PictureError
-from piper.simulate.timeline import Box, DeviceTimeline, Lane, Timeline
+from piper.simulate.timeline import FORWARDS, Box, DeviceTimeline, Lane, Timeline, time_text
 from piper.visualize.checks import check_drawable
 from piper.visualize.colours import LOOKS, Look, ink
 from piper.visualize.files import write_text
@@ -21,9 +21,10 @@ MOST_BOXES = 20_000
 """A picture with more boxes is refused: no reader could make them out, and few viewers open it."""
 
 NEUTRAL = "#7d8590"
-DARKER = "darker: every second stage of a device"
-ROW, GAP, DIGIT = 24, 5, 6.4
-"""Pixels: height of a row, space between rows, width of a digit."""
+NUMBERS = "number: microbatch"
+DARKER = ", darker: every second stage of a device"
+ROW, GAP, DIGIT, LINE = 24, 5, 6.4, 16
+"""Pixels: height of a row, space between rows, width of a digit, height of a line of the legend."""
 
 _STYLE = 'role="img" font-size="11" font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif"'
 
@@ -52,7 +53,7 @@ def svg(timeline: Timeline, *, width: int = 960) -> str:
         )
     margin = round(max(len(row.name) for row in rows) * DIGIT) + 8
     scale = (width - margin - 1) / timeline.seconds
-    height = len(rows) * (ROW + GAP) + 26
+    height = len(rows) * (ROW + GAP) + 26 + LINE
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" {_STYLE}>',
         f"<title>{escape(_summary(timeline))}</title>",
@@ -60,7 +61,7 @@ def svg(timeline: Timeline, *, width: int = 960) -> str:
     for number, row in enumerate(rows):
         lines += _row(row, number * (ROW + GAP), margin, scale, width)
     darker = any(odd for row in rows for odd in row.odd)
-    lines += _legend(timeline, boxes, margin, height - 8, width, darker=darker)
+    lines += _legend(timeline, boxes, margin, height - 8 - LINE, width, darker=darker)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -126,8 +127,8 @@ def _inside(box: Box) -> str:
 def _legend(
     timeline: Timeline, boxes: list[Box], margin: int, bottom: int, width: int, *, darker: bool
 ) -> Iterator[str]:
-    """What the colours mean (what *darker* boxes are, if there is room), and on the right the share
-    of the bubble.
+    """What the colours mean; below, what numbers and *darker* boxes are, if there is room, and the
+    totals.
     """
     left = float(margin)
     used = {box.pass_ for box in boxes}
@@ -137,10 +138,23 @@ def _legend(
         yield f'<rect x="{left:g}" y="{bottom - 9}" width="10" height="10" rx="2" fill="{colour}"/>'
         yield f'<text x="{left + 15:g}" y="{bottom}" fill="{NEUTRAL}">{meaning}</text>'
         left += 15 + len(meaning) * DIGIT + 14
-    if darker and left + len(DARKER) * DIGIT < width - 90:
-        yield f'<text x="{left:g}" y="{bottom}" fill="{NEUTRAL}">{DARKER}</text>'
-    yield f'<text x="{width}" y="{bottom}" text-anchor="end" fill="{NEUTRAL}">bubble {timeline.bubble:.1%}</text>'
+    words, totals, below = (
+        f"{NUMBERS}{DARKER}" if darker else NUMBERS,
+        _totals(timeline),
+        bottom + LINE,
+    )
+    if margin + (len(words) + len(totals) + 2) * DIGIT < width:
+        yield f'<text x="{margin}" y="{below}" fill="{NEUTRAL}">{words}</text>'
+    yield f'<text x="{width}" y="{below}" text-anchor="end" fill="{NEUTRAL}">{totals}</text>'
+
+
+def _totals(timeline: Timeline) -> str:
+    """How long the step is, and how much of that devices are idle."""
+    forwards = " (F: one forward)" if timeline.unit == FORWARDS else ""
+    return (
+        f"step {time_text(timeline.seconds, timeline.unit)}{forwards}, bubble {timeline.bubble:.1%}"
+    )
 
 
 def _summary(timeline: Timeline) -> str:
-    return f"One {timeline.source} training step on {timeline.num_devices} devices, bubble {timeline.bubble:.1%}"
+    return f"One {timeline.source} training step on {timeline.num_devices} devices, {_totals(timeline)}"

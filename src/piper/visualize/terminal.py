@@ -17,6 +17,7 @@ from itertools import pairwise
 from rich.text import Text
 
 from piper.errors import PlanError
+from piper.visualize.colours import LOOKS, ink
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Box:
     @property
     def label(self) -> str:
         """``F3``: pass and microbatch; ``U`` for an update, which has no microbatch."""
-        letter = _LOOKS[self.pass_].letter
+        letter = _LETTERS[self.pass_]
         return letter if self.pass_ == _UPDATE else f"{letter}{self.microbatch}"
 
 
@@ -52,23 +53,8 @@ class DeviceRow:
     boxes: tuple[Box, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """How the chunks of a pass are drawn; the colours are for even and odd stages of a device."""
-
-    letter: str
-    meaning: str
-    colours: tuple[str, str]
-
-
 _UPDATE = "UPDATE"
-_LOOKS = {
-    "F": _Look("F", "forward", ("black on bright_blue", "white on blue")),
-    "B": _Look("B", "backward", ("black on bright_green", "white on green")),
-    "BI": _Look("I", "backward, inputs", ("black on bright_cyan", "white on cyan")),
-    "BW": _Look("W", "backward, weights", ("black on bright_yellow", "white on yellow")),
-    _UPDATE: _Look("U", "update", ("black on bright_magenta", "black on bright_magenta")),
-}
+_LETTERS = {"F": "F", "B": "B", "BI": "I", "BW": "W", _UPDATE: "U"}
 _EDGE = "|"
 _Cell = tuple[str, str]
 """One character and its style."""
@@ -105,15 +91,17 @@ def draw(rows: Sequence[DeviceRow], width: int = 80, *, max_panels: int = 8) -> 
             text.append(name.ljust(margin) + _EDGE)
             _append_cells(text, line[start : start + panel])
             text.append("\n")
-    _append_legend(text, boxes, idle=1 - sum(b.duration for b in boxes) / (end - begin) / len(rows))
+    _append_legend(
+        text, boxes, width, idle=1 - sum(b.duration for b in boxes) / (end - begin) / len(rows)
+    )
     return text
 
 
 def _check(row: DeviceRow) -> None:
     for box in row.boxes:
-        if box.pass_ not in _LOOKS:
+        if box.pass_ not in _LETTERS:
             raise PlanError(
-                f"device {row.device}: unknown pass {box.pass_!r}; known: {', '.join(_LOOKS)}"
+                f"device {row.device}: unknown pass {box.pass_!r}; known: {', '.join(_LETTERS)}"
             )
     for first, second in pairwise(sorted(row.boxes, key=lambda box: (box.start, box.end))):
         if second.start < first.end - 1e-9 * abs(first.end):
@@ -144,9 +132,16 @@ def _cells(row: DeviceRow, begin: float, scale: float, columns: int) -> list[_Ce
     rank = {stage: i for i, stage in enumerate(sorted({box.stage for box in row.boxes}))}
     for box in row.boxes:
         start, stop = round((box.start - begin) * scale), round((box.end - begin) * scale)
-        style = _LOOKS[box.pass_].colours[rank[box.stage] % 2]
+        style = _style(LOOKS[box.pass_].of(odd=rank[box.stage] % 2 == 1))
         cells[start:stop] = [(character, style) for character in _inside(box.label, stop - start)]
     return cells
+
+
+def _style(colour: str) -> str:
+    """*colour* behind the text, whatever colours the terminal's theme has; rich finds the nearest
+    that the terminal can show.
+    """
+    return f"{ink(colour)} on {colour}"
 
 
 def _inside(label: str, width: int) -> str:
@@ -174,9 +169,19 @@ def _runs(cells: Sequence[_Cell]) -> Iterator[_Cell]:
         yield run, style
 
 
-def _append_legend(text: Text, boxes: Iterable[Box], idle: float) -> None:
+def _append_legend(text: Text, boxes: Iterable[Box], width: int, idle: float) -> None:
+    """What the colours mean and the bubble, in lines of at most *width* columns if these can be."""
     seen = {box.pass_ for box in boxes}
-    for look in (look for pass_, look in _LOOKS.items() if pass_ in seen):
-        text.append(f" {look.letter} ", style=look.colours[0])
-        text.append(f" {look.meaning}  ")
-    text.append(f"bubble {idle:.1%}")
+    items = [
+        Text.assemble((f" {letter} ", _style(LOOKS[pass_].colour)), f" {LOOKS[pass_].meaning}")
+        for pass_, letter in _LETTERS.items()
+        if pass_ in seen
+    ]
+    column = 0
+    for item in (*items, Text(f"bubble {idle:.1%}")):
+        if column and column + 2 + len(item) > width:
+            text.append("\n")
+            column = 0
+        text.append("  " if column else "")
+        text.append_text(item)
+        column += 2 * bool(column) + len(item)

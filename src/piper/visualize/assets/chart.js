@@ -33,7 +33,7 @@ class Chart {
     make("b", "", caption).textContent = timeline.name;
     make("span", "badge", caption).textContent = timeline.source;
     make("span", "", caption).textContent =
-      `${seconds(timeline.seconds)}${timeUnit === "s" ? "" : ` ${timeUnit}`} · bubble ${percent(timeline.bubble)} · ${plural(timeline.numDevices, "device")}`;
+      `${seconds(timeline.seconds)} · bubble ${percent(timeline.bubble)} · ${plural(timeline.numDevices, "device")}`;
     this.overview = new Overview(this);
     this.root.append(this.overview.canvas);
     this.rowsElement = make("div", "rows", this.root);
