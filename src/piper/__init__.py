@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from piper.directives.shard import Shard
     from piper.directives.split import Split
     from piper.directives.strategy import apply, dump_strategy, load_strategy
-    from piper.errors import PiperError
+    from piper.errors import PiperError, PiperWarning
     from piper.plan.codec import load_plan, save_plan
     from piper.plan.costs import Hardware, UnitCosts, hardware
     from piper.plan.profile import Profile, load_profile
@@ -53,6 +53,7 @@ __all__ = [
     "Offload",
     "Order",
     "PiperError",
+    "PiperWarning",
     "Place",
     "Precision",
     "Profile",
@@ -99,6 +100,7 @@ _HOMES = {
     "Offload": "piper.directives.offload",
     "Order": "piper.directives.order",
     "PiperError": "piper.errors",
+    "PiperWarning": "piper.errors",
     "Place": "piper.directives.place",
     "Precision": "piper.capture.precision",
     "Profile": "piper.plan.profile",

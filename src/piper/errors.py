@@ -12,6 +12,10 @@ class PiperError(Exception):
     """Base of all errors raised on purpose."""
 
 
+class PiperWarning(UserWarning):
+    """Something legal that is probably not what was meant."""
+
+
 class CaptureError(PiperError):
     """The model, its loss or the example batch cannot be captured as one graph."""
 
