@@ -35,7 +35,9 @@ def test_the_named_policies():
     [
         ({"compute": torch.int64}, ["compute", "floating-point", "torch.int64"]),
         ({"output": torch.complex64}, ["output", "floating-point", "torch.complex64"]),
-        ({"reduce": "float32"}, ["reduce", "floating-point", "'float32'"]),
+        ({"reduce": "float31"}, ["reduce", "floating-point", "'float31'", "'float32'"]),
+        ({"reduce": torch.float8_e5m2}, ["reduce", "floating-point", "torch.float8_e5m2"]),
+        ({"compute": None}, ["compute", "floating-point", "None"]),
         ({"compute": torch.float64}, ["master (torch.float32)", "compute (torch.float64)"]),
         ({"reduce": torch.float16}, ["reduce (torch.float16)", "compute (torch.bfloat16)"]),
         (
@@ -79,10 +81,29 @@ def test_a_loss_scale_that_makes_no_sense(options, word):
 
 
 def test_unknown_names():
-    with pytest.raises(ConfigError, match=r"unknown precision 'fp61'.*did you mean 'fp16'"):
+    with pytest.raises(ConfigError, match=r"name of one \(.*\bhalf\b.*found 'fp61'.*mean 'fp16'"):
         make_precision("fp61")
-    with pytest.raises(ConfigError, match=r"piper.Precision, one of the names.*found 16"):
-        make_precision(16)  # type: ignore[arg-type]
+    for wrong in (16, torch.int64, torch.float8_e5m2, float, "int64", "", "torch."):
+        with pytest.raises(ConfigError, match=r"precision is a piper\.Precision, a floating-point"):
+            make_precision(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy", "names"),
+    [
+        (torch.bfloat16, "bf16", ["bfloat16", "torch.bfloat16", "BF16"]),
+        (torch.half, "fp16", ["float16", "half", "torch.half", "torch.float16", "FP16"]),
+        (torch.float, "float32", ["fp32", "float", "single", "torch.float32"]),
+        (torch.double, "float64", ["fp64", "double", "torch.float64"]),
+    ],
+)
+def test_a_type_has_many_names(dtype, policy, names):
+    for name in (dtype, *names):
+        assert make_precision(name) == make_precision(policy)
+        fields = dict.fromkeys(("compute", "reduce", "master", "output"), name)
+        found = piper.Precision(**fields)
+        assert found == piper.Precision(**dict.fromkeys(fields, dtype))
+        assert {found.compute, found.reduce, found.master, found.output} == {dtype}
 
 
 def test_which_type_holds_which():

@@ -35,7 +35,9 @@ def policy(tmp_path):
     [
         ("", None),
         ('[train]\nprecision = "bf16"', piper.Precision()),
+        ('[train]\nprecision = "torch.bfloat16"', piper.Precision()),
         ("[train.precision]", piper.Precision()),
+        ('[train.precision]\ncompute = "bf16"\noutput = "fp32"', piper.Precision()),
         (
             """
             [train.precision]
@@ -62,11 +64,14 @@ def test_what_is_read(policy, text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[train]\nprecision = "bf61"', "train.precision: unknown precision 'bf61'"),
+        (
+            '[train]\nprecision = "bf61"',
+            "train.precision: precision is a piper.Precision, a floating-point type",
+        ),
         ("[train]\nprecision = 16", "train.precision: expected "),
         (
             '[train.precision]\ncompute = "int8"',
-            "train.precision.compute: expected one of 'bfloat16', 'float16', 'float32', 'float64', found 'int8'",
+            "train.precision: compute: expected a floating-point type of torch",
         ),
         (
             '[train.precision]\ncomput = "float16"',
@@ -88,3 +93,19 @@ def test_what_is_read(policy, text, expected):
 )
 def test_what_is_wrong_is_named(policy, text, message):
     assert policy(text).startswith(message)
+
+
+def test_a_run_goes_on_under_another_name_of_its_type(tmp_path):
+    """What a checkpoint says of the run is the same for all names of a type."""
+
+    def described(text):
+        path = tmp_path / "run.toml"
+        path.write_text(f"{STRATEGY}\n{text}")
+        return load_config(path).train.precision_as_data()
+
+    assert described('[train]\nprecision = "torch.bfloat16"') == "bf16"
+    assert described('[train]\nprecision = "half"') == "fp16"
+    assert described("") is None
+    section = '[train.precision]\ncompute = "{}"'
+    assert described(section.format("half")) == described(section.format("float16"))
+    assert described(section.format("half")) != described(section.format("bf16"))

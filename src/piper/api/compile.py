@@ -68,10 +68,10 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
             ``torch.nn.utils.clip_grad_norm_`` does on one device; with ``math.inf`` the norm is
             only reported.
         norm_type: 2 or ``math.inf``.
-        precision: a :class:`piper.Precision`, or one of the names ``"bf16"``, ``"fp16"``,
-            ``"float32"`` and ``"float64"``: in which types is computed, reduced and updated, and
-            whether the loss is scaled (then the norm is reported too). ``None``: in those that the
-            model and the batch have.
+        precision: a :class:`piper.Precision`, or a type or its name (``torch.bfloat16``,
+            ``"bf16"``, ``"fp16"``, ``"float32"``, ``"float64"``): in which types is computed,
+            reduced and updated, and whether the loss is scaled, as for float16 (then the norm is
+            reported too). ``None``: in those that the model and the batch have.
         batch_dims: names tensors that are not split (``{"mask": None}``).
         init: the weights of a model on the meta device: a mapping, or a function from names to one.
         compile: each chunk goes through TorchInductor when the workers start (forward, backward and

@@ -36,7 +36,7 @@ def capture(
 
     *loss_fn* ``(outputs, targets)`` returns a scalar, the mean over samples, or ``(sum, weight)``.
     The batch size stays symbolic unless *batch_size* fixes it. Without *grad* there is only the
-    forward. *precision* is a :class:`piper.Precision` or the name of one.
+    forward. *precision* is a :class:`piper.Precision`, or a type to compute in, or its name.
 
     Raises :class:`piper.errors.CaptureError` with the reason, the user's line and a remedy.
     """

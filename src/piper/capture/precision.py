@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from piper.capture.type_names import NAMES, floating_type
 from piper.dtypes import DType
 from piper.errors import ConfigError, nearest
 from piper.ir.dag import ElementTypes
@@ -79,7 +80,7 @@ class Precision:
     ``state_dict`` and checkpoints hold the master weights. *loss_scale* is for float16, whose range
     is too small for many gradients; it is accepted with any type. Containers of outputs must be
     known to ``torch.utils._pytree`` (tuples, lists, dictionaries and the outputs of Hugging Face
-    models are).
+    models are). A type may be given by its name (``compute="bfloat16"``, ``"bf16"``).
 
     Raises :class:`ConfigError` for a type that is not floating-point, a *master* or a *reduce* that
     cannot hold every number of *compute*, and a *loss_scale* with sums in a type shorter than
@@ -94,11 +95,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         for field in ("compute", "reduce", "master", "output"):
-            found = getattr(self, field)
-            if found not in FLOATING:
-                raise ConfigError(
-                    f"Precision({field}=…): expected a floating-point type of torch ({', '.join(map(str, FLOATING))}), found {found!r}"
-                )
+            found = floating_type(getattr(self, field), f"Precision({field}=…)")
+            object.__setattr__(self, field, found)  # names are accepted, and become types
         for field, why in (
             ("master", "an update would lose what the weights are computed with"),
             ("reduce", "sums would lose what gradients are computed with"),
@@ -131,9 +129,6 @@ class Precision:
         )
 
 
-FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types that a policy may name."""
-
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "bf16": Precision,
     "fp16": lambda: Precision(compute=torch.float16, loss_scale=LossScale()),
@@ -142,8 +137,15 @@ PRECISIONS: dict[str, Callable[[], Precision]] = {
 }
 """Policies by name."""
 
-PrecisionLike: TypeAlias = Precision | str | None
-"""A policy, its name, or none: every tensor as the model has it."""
+_OF_TYPE = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+PrecisionLike: TypeAlias = Precision | torch.dtype | str | None
+"""A policy, the type to compute in or its name, or none: every tensor as the model has it."""
 
 
 def _all(dtype: torch.dtype) -> Precision:
@@ -155,18 +157,28 @@ def make_precision(precision: PrecisionLike) -> Precision | None:
 
     Raises :class:`ConfigError` for an unknown name or something else.
     """
-    given: object = precision
-    if given is None or isinstance(given, Precision):
-        return given
-    if not isinstance(given, str):
+    if precision is None or isinstance(precision, Precision):
+        return precision
+    return PRECISIONS[policy_name(precision)]()
+
+
+def policy_name(given: torch.dtype | str) -> str:
+    """The name in :data:`PRECISIONS` of the policy that computes in a type, whatever that is
+    called.
+
+    Raises :class:`ConfigError` for anything else.
+    """
+    try:
+        return _OF_TYPE[floating_type(given, "precision")]
+    except ConfigError:
+        found: object = given
+        hint = ""
+        if isinstance(found, str):
+            hint = nearest(found, PRECISIONS) or nearest(found, NAMES)
         raise ConfigError(
-            f"precision is a piper.Precision, one of the names {', '.join(PRECISIONS)}, or None; found {given!r}"
-        )
-    if given not in PRECISIONS:
-        raise ConfigError(
-            f"unknown precision {given!r}{nearest(given, PRECISIONS)}; known: {', '.join(PRECISIONS)}, or a piper.Precision"
-        )
-    return PRECISIONS[given]()
+            f"precision is a piper.Precision, a floating-point type of torch, or the name of one ({', '.join(NAMES)}), or None; "
+            f"found {found!r}{hint}"
+        ) from None
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

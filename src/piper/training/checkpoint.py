@@ -90,7 +90,10 @@ def describe(config: RunConfig) -> dict[str, object]:
     """
     model = msgspec.to_builtins(config.model)
     model.pop("num_stages")
-    train = msgspec.to_builtins(config.train)
+    train = {
+        **msgspec.to_builtins(config.train),
+        "precision": config.train.precision_as_data(),
+    }
     sections: dict[str, dict[str, object]] = {
         "model": model,
         "data": {

@@ -12,8 +12,9 @@ from msgspec.structs import asdict
 from piper.api.memory import make_limits
 from piper.api.strategies import pipeline
 from piper.backends import Backend, make_backend
-from piper.capture.precision import LossScale, Precision, make_precision
-from piper.devices.tensors import torch_dtype
+from piper.capture.precision import LossScale, Precision, make_precision, policy_name
+from piper.capture.type_names import floating_type
+from piper.devices.tensors import dtype_name
 from piper.directives.base import Directive
 from piper.directives.strategy import load_strategy
 from piper.planner.budget import Limits
@@ -187,19 +188,20 @@ class LossScaleSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     growth_interval: Count = 2000
 
 
-FloatingType: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
-
-
 class PrecisionSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[train.precision]``: element types by torch's names, and how the loss is scaled, if it is.
+    """``[train.precision]``: element types by their names, and how the loss is scaled, if it is.
     See :class:`piper.Precision`.
     """
 
-    compute: FloatingType = "bfloat16"
-    reduce: FloatingType = "float32"
-    master: FloatingType = "float32"
-    output: FloatingType = "float32"
+    compute: str = "bfloat16"
+    reduce: str = "float32"
+    master: str = "float32"
+    output: str = "float32"
     loss_scale: LossScaleSection | None = None
+
+    def types(self) -> dict[str, str]:
+        """The names of the types by field."""
+        return {f: getattr(self, f) for f in ("compute", "reduce", "master", "output")}
 
 
 class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,8 +211,9 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     all parameters) is above *max_grad_norm* are scaled down to it. The held-out loss is taken every
     *eval_every* steps over *eval_batches* batches. The run ends after *steps* steps or
     *max_minutes* minutes, whichever comes first; then one process repeats the first
-    *reference_steps* of its steps, for comparison, in float32 whatever the *precision* is: its name
-    ("bf16", "fp16", "float32", "float64"), or a section of its own. *compile* puts every chunk
+    *reference_steps* of its steps, for comparison, in float32 whatever the *precision* is: the name
+    of a type ("bf16", "fp16", "float32", "float64"; "bfloat16" and the like are the same), or a
+    section of its own. *compile* puts every chunk
     through TorchInductor before the first step: true, false, or "fallback" (chunks that cannot be
     compiled run as they are). *address* is that of a running Ray cluster; without it Ray is started
     on this machine. A checkpoint is written every *checkpoint_every* steps and at the end, under
@@ -254,12 +257,21 @@ class TrainSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return make_precision(given)
         scale = given.loss_scale
         return Precision(
-            compute=torch_dtype(given.compute),
-            reduce=torch_dtype(given.reduce),
-            master=torch_dtype(given.master),
-            output=torch_dtype(given.output),
+            **{field: floating_type(name, field) for field, name in given.types().items()},
             loss_scale=None if scale is None else LossScale(**asdict(scale)),
         )
+
+    def precision_as_data(self) -> object:
+        """*precision* in numbers and texts, the same for all names of a type."""
+        given = self.precision
+        if given is None:
+            return None
+        if isinstance(given, str):
+            return policy_name(given)
+        types = {
+            field: dtype_name(floating_type(name, field)) for field, name in given.types().items()
+        }
+        return {**msgspec.to_builtins(given), **types}
 
     def warmup(self) -> "Warmup | None":
         """The schedule of the learning rate, if it has one."""
