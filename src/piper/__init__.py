@@ -5,6 +5,8 @@ step: :func:`capture`, :func:`apply`, :func:`plan`, :func:`verify`, :func:`simul
 :func:`visualize`; :func:`check` compares a strategy with single-process training.
 
 Each name is imported when it is first used: ``import piper`` alone loads neither PyTorch nor Ray.
+
+A mistake shows the user's own frames and a message; ``piper.errors.show_internals()`` shows all.
 """
 
 import sys
@@ -13,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from piper import errors, schedules
+    from piper import errors, models, schedules
     from piper.api import strategies
     from piper.api.check import check
     from piper.api.check_report import CheckReport
@@ -81,6 +83,7 @@ __all__ = [
     "load_profile",
     "load_strategy",
     "load_timeline",
+    "models",
     "placements",
     "plan",
     "save_plan",
@@ -137,11 +140,65 @@ _HOMES = {
 
 _MODULES = {
     "errors": "piper.errors",
+    "models": "piper.models",
     "placements": "piper.schedules.placements",
     "schedules": "piper.schedules",
     "strategies": "piper.api.strategies",
 }
 """Public modules."""
+
+_INSIDE = {
+    "models": (
+        "MLP",
+        "MLPConfig",
+        "MoE",
+        "MoEConfig",
+        "Multi",
+        "MultiConfig",
+        "Transformer",
+        "TransformerConfig",
+        "UNet",
+        "UNetConfig",
+        "generate",
+        "huggingface",
+        "mlp_loss",
+        "moe_loss",
+        "multi_loss",
+        "transformer_loss",
+        "unet_loss",
+    ),
+    "placements": ("chain", "looped", "two_way", "v_shape"),
+    "schedules": (
+        "SCHEDULES",
+        "Schedule",
+        "dualpipe",
+        "dualpipev",
+        "gpipe",
+        "interleaved_one_f_one_b",
+        "interleaved_zero_bubble",
+        "looped_bfs",
+        "one_f_one_b",
+        "zb_h1",
+        "zbv",
+    ),
+    "strategies": ("pipeline",),
+}
+"""What is one module further in, for who looks for it here: to import the modules would load
+PyTorch.
+"""
+
+
+def _elsewhere(name: str) -> str:
+    """Where there is something of that name, or of one near it, for an error message."""
+    if name.startswith("_"):
+        return ""
+    classes = import_module("piper.errors")
+    inside = {known: module for module, names in _INSIDE.items() for known in names}
+    inside |= {known: "errors" for known in vars(classes) if known.endswith("Error")}
+    if name in inside:
+        return f"; it is piper.{inside[name]}.{name}"
+    known = classes.closest(name, (*inside, *__all__), cutoff=0.7)
+    return f"; did you mean piper.{inside[known]}.{known}?" if known in inside else ""
 
 
 class _Package(ModuleType):
@@ -153,10 +210,13 @@ class _Package(ModuleType):
         elif name in _HOMES:
             found = getattr(import_module(_HOMES[name]), name)
         else:
-            # With `name` and `obj`, Python says which name is near.
-            raise AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self
-            )
+            text = f"module {self.__name__!r} has no attribute {name!r}{_elsewhere(name)}"
+            try:
+                # With `name` and `obj`, Python says which name is near.
+                raise AttributeError(text, name=name, obj=self)  # noqa: TRY301
+            except AttributeError as error:
+                error.__traceback__ = None  # the user's own frame is the one that says where
+                raise
         self.__dict__[name] = found
         return found
 

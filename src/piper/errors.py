@@ -2,6 +2,8 @@
 
 One class per kind of error. Each message says what was expected, what was found, where, and what to
 do about it. A Python ``AssertionError`` escaping from piper is a bug of piper.
+
+The traceback of a mistake shows the user's own frames; :func:`show_internals` shows piper's too.
 """
 
 import difflib
@@ -106,6 +108,21 @@ class CheckError(PiperError):
     """A strategy does not compute what single-process training computes."""
 
 
+_shown = {"internals": False}
+
+
+def show_internals(show: bool = True) -> None:
+    """Whether the traceback of a mistake shows piper's own frames, too. By default it shows the
+    user's, and the message. A bug of piper always shows all.
+    """
+    _shown["internals"] = show
+
+
+def internals_shown() -> bool:
+    """What :func:`show_internals` said last."""
+    return _shown["internals"]
+
+
 def expect(value: object, kind: type, what: str, remedy: str) -> None:
     """Raise :class:`ConfigError` unless *value*, which a user gave as *what*, is a *kind*; *remedy*
     says where one comes from.
@@ -119,8 +136,14 @@ def nearest(word: str, words: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the closest of *words*, whatever its case, or an empty
     string.
     """
+    close = closest(word, words)
+    return "" if close is None else f" (did you mean {close!r}?)"
+
+
+def closest(word: str, words: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The closest of *words*, whatever its case, if one is at least as close as *cutoff* says."""
     known: dict[str, str] = {}  # by what is compared: case says little
     for each in words:
         known.setdefault(each.lower(), each)
-    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
-    return f" (did you mean {known[close[0]]!r}?)" if close else ""
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
+    return known[close[0]] if close else None

@@ -18,6 +18,7 @@ from piper.api.reference import Reference, ReferenceStep
 from piper.api.rows import rebuild_sequence
 from piper.api.trainer import Trainer, TrainResult
 from piper.backends import Backend, InProcessBackend, make_backend
+from piper.boundary import public
 from piper.capture.joint import LossFn
 from piper.capture.precision import PrecisionLike, make_precision
 from piper.directives.base import Directive
@@ -38,6 +39,7 @@ compute type is rounded alike on both sides, bit for bit; only sums in the reduc
 """
 
 
+@public
 def check(
     model: torch.nn.Module,
     loss_fn: LossFn,

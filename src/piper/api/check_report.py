@@ -7,6 +7,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from piper.api.compare import Errors
+from piper.boundary import public
 from piper.capture.precision import Precision
 from piper.errors import CheckError
 
@@ -34,6 +35,7 @@ class StepErrors:
     loss_scale: float = 0.0
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class CheckReport:
     """The comparison. Print it, or read its fields.

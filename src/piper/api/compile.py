@@ -12,6 +12,7 @@ from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.trainer import Trainer
 from piper.backends import make_backend
 from piper.backends.base import Backend
+from piper.boundary import public
 from piper.capture.joint import LossFn
 from piper.capture.precision import PrecisionLike, make_precision
 from piper.directives.base import Directive
@@ -22,6 +23,7 @@ from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec
 from piper.runtime.state import Weights
 
 
+@public
 def compile(  # noqa: A001  (the field's word; users write piper.compile)
     model: torch.nn.Module,
     loss_fn: LossFn,

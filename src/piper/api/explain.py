@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from piper.boundary import public
 from piper.directives.base import Directive
 from piper.directives.order import Order, left_out
 from piper.directives.place import Place
@@ -21,6 +22,7 @@ from piper.sizes import size_text
 _SHOWN = 12
 
 
+@public
 def explain(
     plan: Plan,
     what: str | int,

@@ -5,6 +5,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from piper.boundary import public
 from piper.directives.base import Directive
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
@@ -12,6 +13,7 @@ from piper.errors import DirectiveError, ScheduleError
 from piper.schedules import SCHEDULES
 
 
+@public
 def pipeline(
     schedule: str,
     groups: Sequence[Sequence[int]],

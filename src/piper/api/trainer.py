@@ -17,6 +17,7 @@ from piper.api.programs import Program, Programs
 from piper.api.rows import Rows
 from piper.api.user_names import snapshot_from, user_state
 from piper.backends.base import Backend, StepResult
+from piper.boundary import public
 from piper.errors import BatchError, ConfigError, StateError
 from piper.ids import DeviceId
 from piper.ir.dag import Dag, GradientUse, LossKind, Role
@@ -64,6 +65,7 @@ class TrainResult:
         return self.tokens / self.seconds if self.seconds else math.inf
 
 
+@public
 class Trainer:
     """Made by :func:`piper.compile`; a context manager. The user's model is not trained in place:
     see :meth:`copy_to`.

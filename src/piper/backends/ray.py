@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from piper.backends.failures import Failure, failure_of, root_cause
 from piper.backends.workers import WorkerBackend
+from piper.boundary import public
 from piper.devices.cpu import CpuDevice
 from piper.devices.gloo import DEFAULT_TIMEOUT, GlooCommunicator
 from piper.devices.heap import keep_freed_memory
@@ -96,6 +97,7 @@ class _Actor:
         )
 
 
+@public
 class RayBackend(WorkerBackend):
     """Implements :class:`~piper.backends.base.Backend` with one actor per device in a placement
     group.

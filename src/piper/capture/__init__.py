@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from piper.boundary import public
 from piper.capture.annotate import annotate, annotate_module
 from piper.capture.batch import flatten_batch
 from piper.capture.joint import LossFn, capture_joint
@@ -16,6 +17,7 @@ from piper.pausing import collector_paused
 __all__ = ["Captured", "annotate", "annotate_module", "capture", "capture_with_constants"]
 
 
+@public
 def capture(
     model: torch.nn.Module,
     loss_fn: LossFn,

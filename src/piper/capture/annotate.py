@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from piper.boundary import public
 from piper.errors import AnnotationError
 
 RegionPath: TypeAlias = tuple[tuple[str, int], ...]
@@ -176,6 +177,7 @@ class AnnotatedForward:
         return inspect.signature(self.original)
 
 
+@public
 def annotate_module(module: Module, name: str, index: int) -> None:
     """Make *module* (a ``torch.nn.Module``) region *name*, number *index*, without editing its
     code.

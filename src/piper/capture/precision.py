@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from piper.boundary import public
 from piper.capture.type_names import NAMES, floating_type
 from piper.dtypes import DType
 from piper.errors import ConfigError, nearest
@@ -17,6 +18,7 @@ from piper.ir.dag import ElementTypes
 Tree = TypeVar("Tree")
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class LossScale:
     """How the loss is scaled so that small gradients survive in float16 (Micikevicius et al.,
@@ -56,6 +58,7 @@ def _require(field: str, value: object, good: bool, wanted: str) -> None:
         )
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Precision:
     """The element types of training, in the manner of FSDP2's ``MixedPrecisionPolicy``.

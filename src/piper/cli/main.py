@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from piper.devices.heap import keep_freed_memory
-from piper.errors import PiperError
+from piper.errors import PiperError, show_internals
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -70,6 +70,7 @@ def _reporting(traceback: bool) -> Iterator[None]:
     """One clear message and a failing exit status for what the user can do something about, files
     that cannot be read or written among it; a bug shows its traceback.
     """
+    show_internals(traceback)
     try:
         yield
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from piper.boundary import public
 from piper.directives.base import DIRECTIVES, Directive
 from piper.directives.published import in_our_form
 from piper.errors import DirectiveError, PiperError, StrategyFileError, expect, nearest
@@ -21,6 +22,7 @@ from piper.pausing import collector_paused
 Strategy: TypeAlias = Sequence[Directive]
 
 
+@public
 def apply(dag: Dag, strategy: Strategy) -> Dag:
     """*dag* rewritten by each directive in program order; invariants are checked after each.
 
@@ -87,6 +89,7 @@ def _apply_run(dag: Dag, run: Sequence[tuple[int, Directive]]) -> Dag:
     return dag
 
 
+@public
 def dump_strategy(strategy: Strategy, path: str | Path) -> None:
     """Write a strategy as a JSON list of objects ``{"op": "place", ...}``, one directive a line.
 
@@ -101,6 +104,7 @@ def dump_strategy(strategy: Strategy, path: str | Path) -> None:
         raise StrategyFileError(f"cannot write strategy file {path}: {error.strerror}") from error
 
 
+@public
 def load_strategy(path: str | Path) -> list[Directive]:
     """Read a strategy file: ours, or one of the system that the paper published
     (:mod:`piper.directives.published`).

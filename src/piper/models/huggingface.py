@@ -7,6 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from piper.boundary import public
 from piper.capture.annotate import annotate, check_tag
 from piper.errors import ConfigError
 from piper.models.routing import sort_by_expert
@@ -37,6 +38,7 @@ class _Experts(Protocol):
     def act_fn(self, x: Tensor) -> Tensor: ...
 
 
+@public
 def annotate_experts(model: nn.Module, name: str = "EP") -> int:
     """Make the experts of each layer of a transformers model region *name*, numbered from 0, in the
     dropless form; their number.

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
+from piper.boundary import public
 from piper.capture.annotate import annotate
 from piper.models.stages import require_layers, require_positive, require_probability, stage_layers
 
 
+@public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConfig:
     """Sizes of an ``MLP``; *num_layers* counts every linear layer."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from piper.boundary import public
 from piper.capture.annotate import annotate
 from piper.errors import ConfigError
 from piper.models.routing import sort_by_expert
@@ -16,6 +17,7 @@ from piper.models.stages import require_layers, require_positive, stage_layers
 from piper.runtime.grouped import grouped_mm
 
 
+@public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
     """Sizes of a ``MoE``.

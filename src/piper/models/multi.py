@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from piper.boundary import public
 from piper.capture.annotate import annotate
 from piper.models.stages import require_positive
 
 
+@public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiConfig:
     """Sizes of a ``Multi``; *num_routes* is how many rows of its table a stage chooses among."""

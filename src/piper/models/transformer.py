@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from piper.boundary import public
 from piper.capture.annotate import annotate
 from piper.errors import ConfigError
 from piper.models.stages import require_layers, require_positive, require_probability, stage_layers
 
 
+@public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
     """Sizes of a ``Transformer``.

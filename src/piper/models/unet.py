@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from piper.boundary import public
 from piper.capture.annotate import annotate
 from piper.errors import ConfigError
 from piper.models.stages import require_positive
 
 
+@public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UNetConfig:
     """Sizes of a ``UNet`` on square images; each level down halves the side."""

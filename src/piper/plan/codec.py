@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, Union
 import msgspec
 
 import piper.ops  # noqa: F401  (fills the registries)
+from piper.boundary import public
 from piper.errors import PlanError, expect
 from piper.ids import BodyId, DeviceId, NodeId, ValueId
 from piper.ir.body import Body, body_id
@@ -167,6 +168,7 @@ def decode_plan(files: Mapping[str, bytes]) -> Plan:
     )
 
 
+@public
 def save_plan(plan: Plan, folder: str | Path) -> None:
     """Write a plan's files into *folder*, which is made if missing. Raises :class:`PlanError` if
     that is impossible.
@@ -181,6 +183,7 @@ def save_plan(plan: Plan, folder: str | Path) -> None:
         raise PlanError(f"cannot write a plan into folder {path}: {error.strerror}") from error
 
 
+@public
 def load_plan(folder: str | Path) -> Plan:
     """Read a plan's files. Raises :class:`PlanError` if there are none or they are malformed."""
     path = Path(folder)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
+from piper.boundary import public
 from piper.dtypes import DType
 from piper.errors import ConfigError, expect, nearest
 from piper.ids import BodyId
@@ -73,6 +74,7 @@ class Costs(Protocol):
         """
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
     """Chunks by their pass, in units of one forward of a stage; all else takes no time. Schedules
@@ -114,6 +116,7 @@ class UnitCosts:
         return 0.0
 
 
+@public
 @dataclass(frozen=True)
 class Hardware:
     """A device by its data sheet.
@@ -235,6 +238,7 @@ between machines.
 """
 
 
+@public
 def hardware(name: str, topology: Topology | None = None) -> Hardware:
     """The preset *name*, connected by *topology* if given. Raises :class:`ConfigError` for an
     unknown name.

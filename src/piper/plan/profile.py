@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from piper.boundary import public
 from piper.errors import ConfigError
 from piper.ids import BodyId
 from piper.ir.dag import Chunk, Dag
@@ -128,6 +129,7 @@ class _Version(msgspec.Struct):
     version: int
 
 
+@public
 def load_profile(path: str | Path) -> Profile:
     """The profile in a file. Raises :class:`ConfigError` if there is none, for another version or
     malformed contents.

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from piper.boundary import public
 from piper.errors import ConfigError
 from piper.ids import DeviceId
 
@@ -16,6 +17,7 @@ in", node, number)`` between nodes.
 """
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Link:
     """Seconds until the first byte arrives, and bytes per second in each direction."""
@@ -34,6 +36,7 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traffic: float
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Topology:
     """``nodes`` machines with ``devices_per_node`` devices each; device d is on node d //

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace as replace_struct
 
+from piper.boundary import public
 from piper.errors import CaptureError, PlacementError, SplitError, expect
 from piper.ids import DeviceId, NodeId
 from piper.ir.check import check_dag, unplaced
@@ -33,6 +34,7 @@ from piper.planner.streams import total_order
 from piper.sizes import Size, to_bytes
 
 
+@public
 def plan(
     dag: Dag,
     *,

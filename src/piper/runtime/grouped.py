@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from piper.boundary import public
 from piper.errors import BatchError
 
 _KERNEL_TYPE = torch.bfloat16
@@ -102,6 +103,7 @@ _grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
 _grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
 
 
+@public
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Multiply each row by the matrix of its group: ``rows[N, k]`` sorted by group, ``weights[G, k,
     m]``, ``counts[G]`` (int64, the rows of each group) to ``[N, m]``. Rows behind the last group's,

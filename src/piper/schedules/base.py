@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from piper.boundary import public
 from piper.directives.order import Order
 from piper.directives.place import Place
 from piper.errors import ScheduleError
@@ -164,6 +165,6 @@ def schedule(name: str, placement: Placement) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         SCHEDULES.add(name, Schedule(name, placement, function))
-        return function
+        return public(function)
 
     return register

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from piper.boundary import public
 from piper.directives.base import Directive
 from piper.directives.order import Order
 from piper.directives.place import Place
@@ -22,6 +23,7 @@ from piper.schedules.actions import (
 from piper.schedules.base import Step, order_groups
 
 
+@public
 def strategy_of_actions(
     text: str, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Directive]:
@@ -49,6 +51,7 @@ def strategy_of_actions(
     ]
 
 
+@public
 def actions_of_strategy(strategy: Sequence[Directive], *, stage_tag: str = "PP") -> str:
     """The file of actions of *strategy*'s orders: a row per device group, in order of first
     devices.

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from piper.boundary import public
 from piper.directives.place import Place
 from piper.errors import PlacementError
 
 Groups: TypeAlias = Sequence[Sequence[int]]
 
 
+@public
 def chain(groups: Groups, *, stage_tag: str = "PP") -> list[Place]:
     """Stage s on group s: R stages. For GPipe and 1F1B.
 
@@ -24,6 +26,7 @@ def chain(groups: Groups, *, stage_tag: str = "PP") -> list[Place]:
     return looped(groups, 1, stage_tag=stage_tag)
 
 
+@public
 def looped(groups: Groups, num_virtual_stages: int, *, stage_tag: str = "PP") -> list[Place]:
     """Stage s on group s mod R: V·R stages, ``num_virtual_stages`` = V of them *per group*.
 
@@ -41,6 +44,7 @@ def looped(groups: Groups, num_virtual_stages: int, *, stage_tag: str = "PP") ->
     ]
 
 
+@public
 def v_shape(groups: Groups, *, stage_tag: str = "PP") -> list[Place]:
     """Stages s and 2·R − 1 − s on group s: 2·R stages that go down the groups and come back up.
 
@@ -54,6 +58,7 @@ def v_shape(groups: Groups, *, stage_tag: str = "PP") -> list[Place]:
     ]
 
 
+@public
 def two_way(
     groups: Groups, num_microbatches: int, *, stage_tag: str = "PP", microbatch_tag: str = "MB"
 ) -> list[Place]:

@@ -7,6 +7,7 @@ finds what its length is made of, ``timeline`` is the result as data.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from piper.boundary import public
 from piper.errors import ConfigError, expect
 from piper.ids import DeviceId, NodeId
 from piper.ops.all_to_all import ExchangeRows
@@ -26,6 +27,7 @@ from piper.simulate.timeline import FORWARDS, SECONDS, Timeline
 __all__ = ["simulate"]
 
 
+@public
 def simulate(
     plan: Plan,
     costs: Costs | str | None = None,

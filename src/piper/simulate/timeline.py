@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from piper.boundary import public
 from piper.errors import PlanError
 from piper.ids import COMPUTE, DeviceId, NodeId, Stream
 
@@ -185,6 +186,7 @@ class _Version(msgspec.Struct):
     version: int
 
 
+@public
 def load_timeline(path: str | Path) -> Timeline:
     """The timeline that :meth:`Timeline.save` wrote. Raises :class:`PlanError` for another version
     or an unreadable or malformed file.

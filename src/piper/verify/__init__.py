@@ -7,6 +7,7 @@ what instructions say about themselves (reads, writes, frees, rendezvous, stream
 from collections.abc import Iterator
 from itertools import islice
 
+from piper.boundary import public
 from piper.errors import VerificationError, expect
 from piper.pausing import collector_paused
 from piper.plan.model import Plan
@@ -27,6 +28,7 @@ __all__ = ["Problem", "Report", "find_problems", "verify"]
 _SHOWN = 5  # problems of one check that an error shows; one mistake often has many consequences
 
 
+@public
 def verify(plan: Plan) -> Report:
     """Prove *plan* correct, or raise :class:`VerificationError` saying what is wrong and where.
 
@@ -44,6 +46,7 @@ def verify(plan: Plan) -> Report:
     return Report.of(subject)
 
 
+@public
 def find_problems(plan: Plan) -> list[Problem]:
     """The problems that :func:`verify` would raise, a few per check; empty for a correct plan."""
     return _examine(plan)[1]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from piper.boundary import public
 from piper.errors import PictureError, expect, nearest
 from piper.simulate.timeline import Timeline
 from piper.visualize.files import cannot_write
@@ -17,6 +18,7 @@ KINDS = {
 """What there is to draw, by extension."""
 
 
+@public
 def visualize(
     timeline: Timeline,
     path: str | Path,

@@ -10,6 +10,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from piper.boundary import public
 from piper.devices.tensors import torch_dtype
 from piper.errors import CheckpointError
 from piper.runtime.checkpoint.index import (
@@ -32,6 +33,7 @@ from piper.runtime.tensor_file import (
 T = TypeVar("T")
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint on disk, as :meth:`open` finds it. Tensors are read when they are asked for."""
