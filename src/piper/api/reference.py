@@ -16,6 +16,7 @@ from piper.api.rows import Rows
 from piper.api.separate_uses import SeparateUses
 from piper.capture.batch import as_arguments
 from piper.capture.joint import LossFn, traceable_paths
+from piper.capture.loss import check_weight, read_loss
 from piper.capture.precision import Precision, cast, is_cast
 from piper.devices.tensors import torch_dtype
 from piper.dtypes import DType
@@ -174,9 +175,10 @@ class Reference:
             if self._precision is not None:
                 outputs = cast(outputs, self._precision.output)
             result = self._loss_fn(outputs, targets)
-        loss, weight = result if isinstance(result, tuple) else (result, 1.0)
-        assert isinstance(loss, torch.Tensor)
-        return loss, float(weight)
+        loss = read_loss(result)
+        weight = 1.0 if loss.weight is None else float(loss.weight)
+        check_weight(weight)
+        return loss.value, weight
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

@@ -45,6 +45,7 @@ from piper.capture.annotate import RegionPath, RegionTrace, recording
 from piper.capture.batch import Batch
 from piper.capture.explain import explained
 from piper.capture.hooks import refuse_parameter_hooks
+from piper.capture.loss import read_loss
 from piper.capture.precision import Precision, cast
 from piper.capture.simplify import simplify
 from piper.capture.sizes import batch_symbol, dim, size_guards
@@ -250,7 +251,9 @@ class _StepModule(nn.Module):
             self._write_back(buffers)
             if self._precision is not None:
                 outputs = cast(outputs, self._precision.output)
-            result = self._checked(loss_fn(outputs, targets))
+            loss = read_loss(loss_fn(outputs, targets))
+            self.weighted = loss.weight is not None
+            result = tuple(_own(t) for t in (loss.value, loss.weight) if t is not None)
         self.trace.begin_backward()
         with _disable_current_modes():
             # Operations of tensor hooks carry the sequence number of the youngest autograd node.
@@ -273,37 +276,9 @@ class _StepModule(nn.Module):
                 )
             old.copy_(new)
 
-    def _checked(self, result: object) -> _Step:
-        if isinstance(result, torch.Tensor):
-            return (_scalar(result, "loss"),)
-        if not isinstance(result, (tuple, list)) or len(result) != 2:
-            raise CaptureError(
-                f"loss_fn must return a scalar tensor or a pair (sum, weight), found "
-                f"{type(result).__name__}"
-            )
-        loss, weight = result
-        self.weighted = True
-        if not isinstance(loss, torch.Tensor):
-            raise CaptureError(f"the loss sum must be a tensor, found {type(loss).__name__}")
-        if isinstance(weight, (int, float, torch.SymInt)):
-            # (torch's stubs do not say that a fill value may be symbolic)
-            weight = loss.new_full((), weight)  # type: ignore[arg-type]
-        if not isinstance(weight, torch.Tensor):
-            raise CaptureError(
-                f"the loss weight must be a number or scalar tensor, found {weight!r}"
-            )
-        return _scalar(loss, "loss"), _scalar(weight.detach(), "loss weight")
 
-
-def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    if tensor.dim() != 0:
-        raise CaptureError(
-            f"the {what} must be a scalar (no dimensions), found shape {tuple(tensor.shape)}; reduce "
-            f"it, for instance with .mean(), or return (sum, weight)"
-        )
-    if what == "loss" and not tensor.is_floating_point():
-        raise CaptureError(f"the loss must be a floating-point tensor, found {tensor.dtype}")
-    # An output that is a view, or an input, would be described through that.
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A result of the graph: one that is a view, or an input, would be described through that."""
     return tensor.clone() if tensor._is_view() or tensor.grad_fn is None else tensor
 
 
