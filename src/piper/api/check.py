@@ -17,6 +17,7 @@ from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.reference import Reference, ReferenceStep
 from piper.api.rows import rebuild_sequence
 from piper.api.trainer import Trainer, TrainResult
+from piper.api.trial import Trial
 from piper.backends import Backend, InProcessBackend, make_backend
 from piper.boundary import public
 from piper.capture.joint import LossFn
@@ -95,6 +96,8 @@ def check(
     spec = OptimizerSpec(build=optimizer, param_groups=groups, lr_schedule=lr_schedule)
     clip = make_clip(max_grad_norm, norm_type)
     programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy)
+    trial = Trial(programs, fetch(0), seed)
+    trial.before_capture()
     program = programs.training(fetch(0))
     tensors = model_tensors(model)
     check_capture(model, loss_fn, program, fetch(0), seed, policy)

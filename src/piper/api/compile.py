@@ -10,6 +10,7 @@ from piper.api.capture_check import check_capture
 from piper.api.memory import frame_bytes, make_limits, optimizer_bytes
 from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.trainer import Trainer
+from piper.api.trial import Trial
 from piper.backends import make_backend
 from piper.backends.base import Backend
 from piper.boundary import public
@@ -109,7 +110,11 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
             limits, optimizer_bytes=optimizer_bytes(spec), frame_bytes=frame_bytes(backend)
         )
     programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy, limits)
-    program = programs.training(example_batch)
+    trial = Trial(programs, example_batch, seed)
+    if verify_capture:
+        trial.before_capture()
+    with trial.blaming():
+        program = programs.training(example_batch)
     weights = init if init is not None else _weights(model)
     if verify_capture and not _on_meta(model):
         check_capture(model, loss_fn, program, example_batch, seed, policy)

@@ -1,6 +1,7 @@
 """Errors of a failed trace in the user's words. Uses private torch."""
 
 import traceback
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -15,7 +16,7 @@ from piper.errors import CaptureError
 
 def explained(error: Exception) -> CaptureError:
     """*error* as a capture error that names the user's line and a remedy."""
-    where = _user_line(error.__traceback__)
+    where = user_line(error.__traceback__)
     if isinstance(error, DataDependentOutputException):
         return CaptureError(
             f"{where}: the model turns a tensor's value into a Python number ({error.func}: .item(), "
@@ -41,11 +42,28 @@ def explained(error: Exception) -> CaptureError:
     return CaptureError(f"{where}: capturing the model failed: {type(error).__name__}: {first}")
 
 
-def _user_line(trace: TracebackType | None) -> str:
-    """``file:line (code)`` of the innermost frame that belongs neither to torch nor to piper."""
-    own = (torch.__path__[0], __file__.rsplit("/", 1)[0], "<")
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(own)]
+def user_line(trace: TracebackType | None, default: str = "in the model") -> str:
+    """``file:line (code)`` of the innermost frame of the user's code; if *trace* has none, of the
+    innermost one of an installed library other than torch; else *default*.
+    """
+    frames = [f for f in traceback.extract_tb(trace) if not _is_inside(f.filename)]
+    own = [f for f in frames if not _is_installed(f.filename)]
     if not frames:
-        return "in the model"
-    frame = frames[-1]
+        return default
+    frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
+
+
+_PIPER = str(Path(__file__).parents[1])
+_MODELS = str(Path(_PIPER, "models"))
+
+
+def _is_inside(filename: str) -> bool:
+    """Whether a file is torch's, or piper's and no example model."""
+    if filename.startswith(_MODELS):
+        return False
+    return filename.startswith((torch.__path__[0], _PIPER, "<"))
+
+
+def _is_installed(filename: str) -> bool:
+    return "/site-packages/" in filename or "/dist-packages/" in filename

@@ -116,7 +116,7 @@ def fake_model(
     """
     stand_ins = _StandIns(fake, trained=grad, compute=compute)
     modules = list(model.modules())
-    saved = [_Attributes(module) for module in modules]
+    saved = [Attributes(module) for module in modules]
     try:
         for module in modules:
             module._parameters = {k: stand_ins.parameter(p) for k, p in module._parameters.items()}
@@ -128,7 +128,7 @@ def fake_model(
             attributes.restore()
 
 
-class _Attributes:
+class Attributes:
     """The attributes of a module, and what is in its dictionaries and lists (parameters, hooks, …).
 
     The same containers are restored: hook handles hold weak references to them.
