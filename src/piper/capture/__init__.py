@@ -14,7 +14,14 @@ from piper.errors import ConfigError, expect
 from piper.ir.dag import Dag
 from piper.pausing import collector_paused
 
-__all__ = ["Captured", "annotate", "annotate_module", "capture", "capture_with_constants"]
+__all__ = [
+    "Captured",
+    "annotate",
+    "annotate_module",
+    "capture",
+    "capture_with_constants",
+    "check_loss_fn",
+]
 
 
 @public
@@ -65,10 +72,7 @@ def capture_with_constants(
 ) -> Captured:
     """Like :func:`capture`, with the values of the DAG's constant buffers."""
     expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
-    if not callable(loss_fn):
-        raise ConfigError(
-            f"loss_fn is called as loss_fn(outputs, targets), found {type(loss_fn).__name__}: {loss_fn!r:.80}"
-        )
+    check_loss_fn(loss_fn)
     batch = flatten_batch(model.forward, example_batch, batch_dims)
     policy = make_precision(precision)
     if policy is not None:
@@ -78,3 +82,16 @@ def capture_with_constants(
             model, loss_fn, batch, batch_size=batch_size, grad=grad, precision=policy
         )
         return partition(joint, batch)
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Raise :class:`ConfigError` for what is no loss function: a text, the class of a loss."""
+    if isinstance(loss_fn, type) and issubclass(loss_fn, torch.nn.Module):
+        raise ConfigError(
+            f"loss_fn: expected a function or an instance, found the class {loss_fn.__name__}, which is called with options, not with "
+            f"outputs and targets; give {loss_fn.__name__}()"
+        )
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn is called as loss_fn(outputs, targets), found {type(loss_fn).__name__}: {loss_fn!r:.80}"
+        )

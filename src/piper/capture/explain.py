@@ -1,5 +1,6 @@
 """Errors of a failed trace in the user's words. Uses private torch."""
 
+import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -63,6 +64,16 @@ def _is_inside(filename: str) -> bool:
     if filename.startswith(_MODELS):
         return False
     return filename.startswith((torch.__path__[0], _PIPER, "<"))
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether code of that file is the user's own: neither torch's, piper's nor of an installed
+    library.
+    """
+    return not (_is_inside(filename) or _is_installed(filename) or filename.startswith(_STANDARD))
+
+
+_STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 def _is_installed(filename: str) -> bool:

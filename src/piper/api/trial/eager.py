@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from piper.api.trial.rows import likely_rows
+from piper.capture import check_loss_fn
 from piper.capture.batch import Batch as FlatBatch
 from piper.capture.batch import as_arguments, flatten_batch
 from piper.capture.explain import user_line
@@ -82,7 +83,7 @@ class EagerModel:
             total, weight = _loss(result)
             if total is not None and total.requires_grad:
                 with self._failing("the backward", inputs=part[0]):
-                    total.backward()
+                    total.backward()  # type: ignore[no-untyped-call]  # torch's own
         return EagerRun(
             batch=part,
             rows=None if self.batch.size is None else rows,
@@ -208,14 +209,6 @@ def _finite(outputs: object) -> str:
         if isinstance(t, torch.Tensor) and t.is_floating_point()
     ]
     return "all finite" if all(bool(torch.isfinite(t).all()) for t in tensors) else "not finite"
-
-
-def check_loss_fn(loss_fn: object) -> None:
-    """Raise :class:`CaptureError` for the class of a loss in place of a loss function."""
-    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise CaptureError(
-            f"loss_fn: expected a function or an instance, found the class {loss_fn.__name__}; make one: {loss_fn.__name__}()"
-        )
 
 
 def _loss(result: object) -> tuple[torch.Tensor | None, float]:
