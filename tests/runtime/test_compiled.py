@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from tests.runtime.test_code import CPU, KEY, body, call
-from tests.runtime.test_pieces import dropout, first
+from tests.ir.test_pieces import dropout, first
 
 from piper.dtypes import DType
 from piper.errors import CompileError

@@ -17,7 +17,7 @@ from piper.api.programs import Program, Programs, make_clip, model_tensors
 from piper.backends.measured import measure
 from piper.directives.order import left_out
 from piper.ids import DeviceId, Stream
-from piper.ir.dag import Dag, Pass, Role
+from piper.ir.dag import Dag, Pass, Role, Tags
 from piper.models.transformer import Transformer, transformer_loss
 from piper.ops.base import Instruction
 from piper.ops.compute import Compute
@@ -262,10 +262,9 @@ def boxes(plan: Plan, timelines: Sequence[Track]) -> Iterator[DeviceRow]:
             yield DeviceRow(mine.device, tuple(row))
 
 
-def _stage(dag: Dag, tags: Sequence[tuple[str, int]]) -> int:
+def _stage(dag: Dag, tags: Tags) -> int:
     """The index of the outermost region; 0 for a node outside of all."""
-    splits = {split.name for split in dag.splits}
-    return next((index for name, index in tags if name not in splits), 0)
+    return next((index for _, index in dag.region(tags)), 0)
 
 
 def _headline(plan: Plan) -> Text:
@@ -329,10 +328,9 @@ def _table(plan: Plan, rows: Sequence[DeviceRow]) -> Table:
 
 def _regions(dag: Dag, chunks: Sequence[Compute]) -> str:
     """The outermost regions that a device computes, such as ``PP=0,3``; ``-`` outside of all."""
-    splits = {split.name for split in dag.splits}
     found: dict[str, set[int]] = {}
     for chunk in chunks:
-        tags = [tag for tag in dag.nodes[chunk.node].tags if tag[0] not in splits]
+        tags = dag.region(dag.nodes[chunk.node].tags)
         name, index = tags[0] if tags else ("", 0)
         found.setdefault(name, set()).add(index)
     return " ".join(

@@ -138,12 +138,10 @@ def left_out(dag: Dag, strategy: Iterable[Directive]) -> list[Chunk]:
     filters = [f for d in strategy if isinstance(d, Order) for group in d.filters for f in group]
     selector = Selector(dag)
     ordered = {node for f in filters if f.get(COMM) is None for node in selector.find(f)}
-    splits = {split.name for split in dag.splits}
     alike: dict[tuple[Tags, Pass], list[Chunk]] = {}
     for chunk in dag.chunks():
         if not chunk.derived:
-            region = tuple(tag for tag in chunk.tags if tag[0] not in splits)
-            alike.setdefault((region, chunk.pass_), []).append(chunk)
+            alike.setdefault((dag.region(chunk.tags), chunk.pass_), []).append(chunk)
     partly = (c for c in alike.values() if len({chunk.id in ordered for chunk in c}) == 2)
     return [chunk for chunks in partly for chunk in chunks if chunk.id not in ordered]
 

@@ -52,6 +52,19 @@ class Place(Directive, frozen=True):
         return replace_nodes(dag, changed)
 
 
+def device_lists(devices: list[int | list[int]]) -> tuple[DeviceGroup, ...]:
+    """The groups of a list of lists of devices; a plain list of devices is one group. No device
+    is in two of them.
+    """
+    flat = [d for d in devices if isinstance(d, int)]
+    nested = tuple(device_group(list(d)) for d in devices if not isinstance(d, int))
+    if flat and nested:
+        raise PlacementError(f"devices is a list of devices or a list of lists, found {devices}")
+    groups = nested or (device_group(flat),)
+    device_group([d for group in groups for d in group])
+    return groups
+
+
 def device_group(devices: list[int]) -> DeviceGroup:
     """A validated device group."""
     if not devices:

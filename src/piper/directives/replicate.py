@@ -5,7 +5,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from piper.directives.base import Directive, directive, matching_chunks
-from piper.directives.place import device_group
+from piper.directives.place import device_lists
 from piper.errors import DirectiveError, PlacementError
 from piper.ids import Stream
 from piper.ir.dag import Chunk, Dag, DeviceGroup, Level, Replication
@@ -108,18 +108,12 @@ class Replicate(Directive, frozen=True):
         """
         if self.devices == "placed":
             return (), None
-        flat = [d for d in self.devices if isinstance(d, int)]
-        nested = [device_group(list(d)) for d in self.devices if not isinstance(d, int)]
-        if flat and nested:
-            raise PlacementError(
-                f"devices is a list of devices or a list of lists, found {self.devices}"
-            )
-        groups = tuple(nested) or (device_group(flat),)
+        groups = device_lists(self.devices)
         if len({len(g) for g in groups}) > 1:
             raise PlacementError(
                 f"the inner lists of devices must have equal lengths, found {self.devices}"
             )
-        return groups, device_group([d for g in groups for d in g])
+        return groups, tuple(d for g in groups for d in g)
 
     def _claim(
         self,

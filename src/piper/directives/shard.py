@@ -7,7 +7,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from piper.directives.base import Directive, directive, matching_chunks
-from piper.directives.place import device_group
+from piper.directives.place import device_lists
 from piper.errors import DirectiveError, PlacementError
 from piper.ids import NodeId, Stream
 from piper.ir.core import core_chunks
@@ -138,16 +138,7 @@ class Shard(Directive, frozen=True):
 
     def _lists(self) -> tuple[DeviceGroup, ...]:
         """The lists of ``devices``; empty for ``"placed"``."""
-        if self.devices == "placed":
-            return ()
-        flat = [d for d in self.devices if isinstance(d, int)]
-        nested = tuple(device_group(list(d)) for d in self.devices if not isinstance(d, int))
-        if flat and nested:
-            raise PlacementError(
-                f"devices is a list of devices or a list of lists, found {self.devices}"
-            )
-        device_group([*flat, *(d for group in nested for d in group)])
-        return nested or (device_group(flat),)
+        return () if self.devices == "placed" else device_lists(self.devices)
 
     def _claim(self, dag: Dag, chunk: Chunk, index: int, lists: tuple[DeviceGroup, ...]) -> Chunk:
         if chunk.sharding is not None:

@@ -112,12 +112,12 @@ def _cycle(dag: Dag, stuck: set[NodeId]) -> list[NodeId]:
 
 
 def _picture(dag: Dag, cycle: Sequence[NodeId]) -> str:
-    orders = {(e.before, e.after): e.directive for e in dag.order}
+    orders = {(e.before, e.after): e for e in dag.order}
     rows: list[tuple[str, str, str]] = []
     for before, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-        number = orders.get((before, after))
-        reason = "data" if number is None else _directive(dag, number)
-        if number == -1:
+        edge = orders.get((before, after))
+        reason = "data" if edge is None else _directive(dag, edge.directive)
+        if edge is not None and edge.halves:
             reason = "the halves of one backward"
         rows.append((dag.nodes[before].label, dag.nodes[after].label, reason))
     width = max(len(before) for before, _, _ in rows)

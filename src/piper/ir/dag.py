@@ -95,6 +95,10 @@ class ExpertLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
     complete: bool = False
 
 
+UNNUMBERED = ValueId(-1)
+"""In place of the id of a value that is yet to be added to a DAG."""
+
+
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A named tensor.
 
@@ -194,12 +198,13 @@ def _label(pass_: Pass, work: Work, tags: Tags) -> str:
 
 class OrderEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """``before`` runs before ``after``; ``directive`` is the number of the directive that said so
-    (-1: none).
+    (-1: none). ``halves``: they are the halves of one backward.
     """
 
     before: NodeId
     after: NodeId
     directive: int = -1
+    halves: bool = False
 
 
 class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -524,6 +529,15 @@ class Dag:
     def comms(self) -> Iterator[Comm]:
         """The communication nodes, in node order."""
         return (n for n in self.nodes.values() if isinstance(n, Comm))
+
+    def region(self, tags: Tags) -> Tags:
+        """The region path of *tags*: those that are not of splits."""
+        splits = {split.name for split in self.splits}
+        return tuple(tag for tag in tags if tag[0] not in splits)
+
+    def is_split(self, tags: Tags) -> bool:
+        """Whether *tags* name a microbatch."""
+        return self.region(tags) != tags
 
     def microbatch(self, tags: Tags) -> int:
         """The microbatch number (within one replica) that *tags* name; 0 for an unsplit node."""

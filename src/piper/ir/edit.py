@@ -145,7 +145,7 @@ class _Splitter:
     def _finish(self, nodes: dict[NodeId, Node], remap: dict[NodeId, tuple[NodeId, ...]]) -> Edit:
         dag = self.dag
         order = tuple(
-            OrderEdge(a, b, edge.directive)
+            replace_struct(edge, before=a, after=b)
             for edge in dag.order
             for a, b in _copied_edge(edge, remap)
         )

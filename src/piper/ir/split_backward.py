@@ -17,7 +17,7 @@ backward makes besides gradients (the new value of a buffer) belongs to BI. Rand
 streams. Chunks with equal bodies share the work of splitting.
 
 An order edge that touched B touches both halves. BI and BW are joined by an order edge of their
-own, with the directive :data:`JOINS`, so that BW never comes first.
+own (``OrderEdge.halves``), so that BW never comes first.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -29,18 +29,13 @@ from piper.errors import DirectiveError
 from piper.ids import BodyId, NodeId, ValueId
 from piper.ir.body import Body, body_id
 from piper.ir.core import core_chunks
-from piper.ir.dag import Chunk, Comm, Dag, Node, OrderEdge, Pass, Role, Tags, Value
+from piper.ir.dag import UNNUMBERED, Chunk, Comm, Dag, Node, OrderEdge, Pass, Role, Tags, Value
 from piper.ir.derive import derive
 from piper.ir.edit import Edit
 from piper.ir.halves import Half, Halves, halve
 from piper.ir.parts import assemble, whole
 from piper.ops.all_gather import AllGather
 from piper.ops.compute import Call
-
-JOINS = -1
-"""The directive number of the order edge between the halves of a backward: it was no directive that
-said so.
-"""
 
 
 def split_backward(dag: Dag, chunks: Collection[NodeId]) -> Edit:
@@ -60,7 +55,7 @@ def split_backward(dag: Dag, chunks: Collection[NodeId]) -> Edit:
         if isinstance(node.work, AllGather) and len(remap.get(node.work.use, ())) > 1
     }
     edges, renamed = _renamed_edges(dag.order, remap, gathers)
-    joins = [OrderEdge(h[0], h[1], JOINS) for h in remap.values() if len(h) > 1]
+    joins = [OrderEdge(h[0], h[1], halves=True) for h in remap.values() if len(h) > 1]
     overlaps = tuple(
         replace_struct(o, nodes=tuple(h for n in o.nodes for h in remap.get(n, (n,))))
         for o in dag.overlaps
@@ -76,7 +71,7 @@ def split_backward(dag: Dag, chunks: Collection[NodeId]) -> Edit:
 
 def halves_of(dag: Dag) -> dict[NodeId, NodeId]:
     """The BW of each BI that has one."""
-    return {e.before: e.after for e in dag.order if e.directive == JOINS}
+    return {e.before: e.after for e in dag.order if e.halves}
 
 
 def join_halves(dag: Dag, regions: Collection[Tags]) -> tuple[Dag, dict[NodeId, NodeId]]:
@@ -180,7 +175,7 @@ class _Splitter:
         fresh: list[ValueId] = []
         for local, spec in halves.passed.items():
             if local not in values:
-                values[local] = self._new_value(Value(ValueId(-1), spec, Role.ACTIVATION))
+                values[local] = self._new_value(Value(UNNUMBERED, spec, Role.ACTIVATION))
                 fresh.append(values[local])
         one = self._half(chunk, Pass.BACKWARD_INPUT, halves.first, values, (*results, *fresh))
         two = self._half(chunk, Pass.BACKWARD_WEIGHT, halves.second, values, contributions)
@@ -262,7 +257,7 @@ def _renamed_edges(
         found = stale if edge.before in gathers or edge.after in gathers else edges
         for before in remap.get(edge.before, (edge.before,)):
             for after in remap.get(edge.after, (edge.after,)):
-                found.append(OrderEdge(before, after, edge.directive))
+                found.append(replace_struct(edge, before=before, after=after))
     return edges, stale
 
 
@@ -294,7 +289,7 @@ def _regathered(
     for edge in edges:
         for before in stand_ins(edge.before):
             for after in stand_ins(edge.after):
-                yield OrderEdge(before, after, edge.directive)
+                yield replace_struct(edge, before=before, after=after)
 
 
 def _distinct(edges: Iterable[OrderEdge]) -> tuple[OrderEdge, ...]:

@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TypeAlias
 
 from piper.ids import BodyId, EventId, Slot, Stream
@@ -28,7 +27,7 @@ from piper.ops.update import OptimizerStep
 from piper.ops.wait import Wait
 from piper.plan.added import added_within
 from piper.plan.memory import Category, DeviceMemory, Recorder, category_of, is_state
-from piper.plan.model import DevicePlan, Plan
+from piper.plan.model import DevicePlan, Plan, freed_behind
 
 __all__ = ["Category", "DeviceMemory", "account", "adam_bytes", "gloo_frame"]
 
@@ -273,7 +272,7 @@ class _Walk:
             memory = self.bodies[instruction.body] = output_memory(body, self.plan.bindings)
         given = [self.slots[slot] for slot in instruction.inputs]
         made: dict[int, _Storage] = {}
-        for slot in set(instruction.inputs) & self._dying(position):
+        for slot in freed_behind(self.mine.instructions, position).intersection(instruction.inputs):
             self._empty(slot)
         added = self.added.get(position, {})
         for slot, place in zip(instruction.outputs, memory, strict=True):
@@ -291,19 +290,6 @@ class _Walk:
                 self._empty(left)
             elif total not in self.slots:
                 self._make(total)
-
-    def _dying(self, position: int) -> set[Slot]:
-        """The slots that are freed right after an instruction, on its stream: a chunk gives these
-        inputs up itself.
-        """
-        instructions = self.mine.instructions
-        stream, found = instructions[position].stream, set[Slot]()
-        for following in islice(instructions, position + 1, None):
-            idle = not (following.reads() or following.writes())
-            if not (idle and following.frees() and following.stream == stream):
-                break
-            found.update(following.frees())
-        return found
 
     def _loaded(self, instruction: LoadInput) -> _Storage:
         """A microbatch is a view of the batch where it is cut along the first dimension, or not at

@@ -17,6 +17,7 @@ from piper.ops.accumulate import Accumulate
 from piper.ops.base import Instruction
 from piper.ops.compute import Compute
 from piper.ops.p2p import Send
+from piper.plan.model import freed_behind, frees_behind
 
 Added: TypeAlias = Mapping[Slot, Slot]
 """For contributions, the slots of what they are added to."""
@@ -47,7 +48,7 @@ def added_within(instructions: Sequence[Instruction]) -> Mapping[int, Added]:
         }
         if added:
             found[number] = found[at] = added
-            found.update(dict.fromkeys(_frees(instructions, at), added))
+            found.update(dict.fromkeys(frees_behind(instructions, at), added))
     return found
 
 
@@ -88,8 +89,7 @@ def _added(instructions: Sequence[Instruction], number: int, at: int) -> dict[Sl
     assert isinstance(addition, Accumulate)
     between = islice(instructions, number + 1, at)
     touched = {*chunk.inputs, *(slot for instruction in between for slot in _slots(instruction))}
-    freed = {slot for i in _frees(instructions, at) for slot in instructions[i].frees()}
-    made = freed.intersection(chunk.outputs)
+    made = freed_behind(instructions, at).intersection(chunk.outputs)
     return {
         right: left
         for total, left, right in zip(addition.totals, addition.left, addition.right, strict=True)
@@ -98,14 +98,3 @@ def _added(instructions: Sequence[Instruction], number: int, at: int) -> dict[Sl
         and touched.isdisjoint((total, left, right))
         and addition.right.count(right) == chunk.outputs.count(right) == 1
     }
-
-
-def _frees(instructions: Sequence[Instruction], at: int) -> range:
-    """The positions of what frees slots right after instruction *at*, on its stream."""
-    end = at + 1
-    for following in islice(instructions, at + 1, None):
-        idle = not (following.reads() or following.writes())
-        if not (idle and following.frees() and following.stream == instructions[at].stream):
-            break
-        end += 1
-    return range(at + 1, end)

@@ -4,12 +4,13 @@ A plan carries the final training DAG that it implements, so that the verifier c
 the other, and everything that a worker needs to know about the batch and the model state.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
-from piper.ids import DeviceId, ValueId
+from piper.ids import DeviceId, Slot, ValueId
 from piper.ir.dag import Dag, Role
 from piper.ops.base import CommunicatorId, Instruction, Message
 
@@ -42,6 +43,25 @@ class DevicePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: DeviceId
     slots: tuple[SlotInfo, ...]
     instructions: tuple[Instruction, ...]
+
+
+def frees_behind(instructions: Sequence[Instruction], position: int) -> range:
+    """The positions of what frees slots right after the instruction at *position*, on its stream:
+    that instruction is free to empty them itself.
+    """
+    stream, end = instructions[position].stream, position + 1
+    for following in islice(instructions, end, None):
+        idle = not (following.reads() or following.writes())
+        if not (idle and following.frees() and following.stream == stream):
+            break
+        end += 1
+    return range(position + 1, end)
+
+
+def freed_behind(instructions: Sequence[Instruction], position: int) -> frozenset[Slot]:
+    """The slots that :func:`frees_behind` empties."""
+    behind = frees_behind(instructions, position)
+    return frozenset(slot for i in behind for slot in instructions[i].frees())
 
 
 class CommunicatorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -182,8 +182,7 @@ def _placed(dag: Dag) -> Dag:
         dag = derive(replace_nodes(dag, changed).dag)
         check_dag(dag)
         return dag
-    splits = {s.name for s in dag.splits}
-    regions = sorted({str(dict(t for t in c.tags if t[0] not in splits)) for c in missing})
+    regions = sorted({str(dict(dag.region(c.tags))) for c in missing})
     raise PlacementError(
         f"{len(missing)} of {len(core)} chunks are not placed on any device: regions {', '.join(regions[:8])}; "
         f"add a Place for them (tags: {Selector(dag).describe_tags()})"

@@ -18,10 +18,10 @@ import torch
 
 from piper.errors import CompileError
 from piper.ir import body as ir
+from piper.ir.pieces import Piece, cut_at_random_calls
 from piper.ops.base import RandomKey
 from piper.runtime.code import ChunkCode, chunk_function
 from piper.runtime.inductor import compile_body
-from piper.runtime.pieces import Piece, cut_at_random_calls
 
 Layout: TypeAlias = tuple[tuple[int, ...], ...]
 """The strides of each input."""

@@ -13,7 +13,7 @@ from piper.devices.base import TorchDevice
 from piper.devices.tensors import torch_dtype
 from piper.errors import AbortedError, CommunicationError, CompileError, RunError
 from piper.ids import BodyId, Slot, Stream
-from piper.ir.dag import STATE, Dag, Node, Role
+from piper.ir.dag import STATE, Role
 from piper.ops.base import (
     AddingFunction,
     ChunkFunction,
@@ -28,7 +28,7 @@ from piper.ops.base import (
 )
 from piper.ops.compute import Call
 from piper.plan.added import added_within
-from piper.plan.model import DevicePlan, Plan, SlotInfo
+from piper.plan.model import DevicePlan, Plan, SlotInfo, freed_behind
 from piper.runtime.code import AddingCode, ChunkCode, adding_function, chunk_function
 from piper.runtime.compiled import Compilation, compiled_function
 from piper.runtime.context import Context
@@ -236,15 +236,11 @@ class Program:
         if node is not None:
             parts.append(f"node {node.label}")
         microbatch = msgspec.structs.asdict(instruction).get("microbatch")
-        if microbatch is None and node is not None and _is_split(dag, node):
+        if microbatch is None and node is not None and dag.is_split(node.tags):
             microbatch = dag.microbatch(node.tags)
         if microbatch is not None:
             parts.append(f"microbatch {microbatch}")
         return f"{', '.join(parts)}, instruction `{instruction.describe()}`"
-
-
-def _is_split(dag: Dag, node: Node) -> bool:
-    return not {split.name for split in dag.splits}.isdisjoint(name for name, _ in node.tags)
 
 
 def failure_class(error: BaseException) -> type[RunError]:
@@ -307,7 +303,9 @@ def _bind(
             written.clear()
             if (settle := device.after_stream(stream)) is not None:
                 steps.append(Step(settle, instruction))
-        dying = _dying(instructions, number, device)
+        # Where the device gives memory up itself, nothing is emptied before its stream is done.
+        kept = device.releaser(stream) is not None
+        dying = frozenset[Slot]() if kept else freed_behind(instructions, number)
         launch = instruction.bind_last(binding, dying, added.get(number, {}))
         if launch is None:
             if instruction.record is None:
@@ -322,19 +320,3 @@ def _bind(
         )
         steps.append(Step(closure, instruction))
     return steps
-
-
-def _dying(instructions: Sequence[Instruction], number: int, device: Device) -> frozenset[Slot]:
-    """The slots that are freed right after instruction *number*, on its stream; none where memory
-    is given up by the device.
-    """
-    stream, slots = instructions[number].stream, set[Slot]()
-    if device.releaser(stream) is not None:
-        return frozenset()
-    for index in range(number + 1, len(instructions)):
-        following = instructions[index]
-        idle = not (following.reads() or following.writes())
-        if not (idle and following.frees() and following.stream == stream):
-            break
-        slots.update(following.frees())
-    return frozenset(slots)

@@ -20,7 +20,7 @@ from piper.plan.costs import ADDED, Costs, UnitCosts, hardware
 from piper.plan.model import Plan
 from piper.plan.topology import Port, Topology, Traffic, traffic
 from piper.plan.work import touched_bytes
-from piper.simulate.build import build_timeline, meeting_bytes
+from piper.simulate.build import build_timeline
 from piper.simulate.engine import Flow, run
 from piper.simulate.timeline import FORWARDS, SECONDS, Timeline
 
@@ -118,9 +118,9 @@ class _Timing:
         group's: taken to be as many as a member gives.
         """
         if not isinstance(instruction, ExchangeRows):
-            return meeting_bytes(meeting)
+            return meeting.nbytes
         given = self.plan.devices[device].slots[instruction.inputs[0]].message.nbytes
-        return min(given, meeting_bytes(meeting))
+        return min(given, meeting.nbytes)
 
     def flow(self, members: Sequence[tuple[DeviceId, Instruction]]) -> Flow:
         """By the topology. What hosts do with what they waited for is part of it: they can do

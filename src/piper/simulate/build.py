@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 
 from piper.ids import COMPUTE, DeviceId, NodeId, Stream
-from piper.ops.base import Instruction, Rendezvous
+from piper.ops.base import Instruction
 from piper.ops.compute import Compute
 from piper.plan.memory import DeviceMemory
 from piper.plan.model import DevicePlan, Plan
@@ -46,11 +46,6 @@ def build_timeline(
     length = max(found.end, default=0.0) if seconds is None else seconds
     builder = _Builder(plan, found, length)
     return builder.build(memory, peak=peak, source=source, clock_error=clock_error, unit=unit)
-
-
-def meeting_bytes(meeting: Rendezvous) -> int:
-    """Bytes of what crosses."""
-    return meeting.nbytes
 
 
 class _Builder:
@@ -142,7 +137,7 @@ class _Builder:
             work = self.work[instruction.body]
             flops, nbytes = work.flops, work.nbytes
         elif meeting is not None:
-            nbytes = meeting_bytes(meeting)
+            nbytes = meeting.nbytes
         else:
             nbytes = touched_bytes(self.plan.devices[device], instruction)
         number = self.run.meeting[place]

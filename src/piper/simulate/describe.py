@@ -24,9 +24,7 @@ def describe(plan: Plan, instruction: Instruction) -> Described:
     node = plan.dag.nodes.get(instruction.node)
     if node is None:
         return Described(instruction.op, "", (), None)
-    splits = {split.name for split in plan.dag.splits}
-    belongs = any(name in splits for name, _ in node.tags)
-    microbatch = plan.dag.microbatch(node.tags) if belongs else None
+    microbatch = plan.dag.microbatch(node.tags) if plan.dag.is_split(node.tags) else None
     return Described(_label(instruction, node.label), node.pass_.value, node.tags, microbatch)
 
 

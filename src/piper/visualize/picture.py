@@ -38,9 +38,8 @@ def visualize(
     Raises :class:`~piper.errors.PictureError` for another extension, a timeline without boxes, two
     timelines in different units, or a file that cannot be written.
     """
-    for each in (timeline, compare):
-        if each is not None or each is timeline:
-            expect(each, Timeline, "visualize", "piper.simulate and trainer.profile make them")
+    for each in (timeline,) if compare is None else (timeline, compare):
+        expect(each, Timeline, "visualize", "piper.simulate and trainer.profile make them")
     where = Path(path)
     check_kind(where)
     if compare is not None and where.suffix != ".html":

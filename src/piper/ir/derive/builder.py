@@ -66,8 +66,7 @@ class Builder:
 
     def region(self, chunk: Chunk) -> Tags:
         """The chunk's tags without those of splits."""
-        splits = {s.name for s in self.dag.splits}
-        return tuple((name, index) for name, index in chunk.tags if name not in splits)
+        return self.dag.region(chunk.tags)
 
     def replication(self, chunk: Chunk) -> Replication | None:
         """What the ``Replicate`` that claims *chunk* asks for."""

@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping
 from piper.dtypes import DType
 from piper.ids import ValueId
 from piper.ir.body import TensorSpec
-from piper.ir.dag import Role, Value
+from piper.ir.dag import UNNUMBERED, Role, Value
 from piper.ir.derive.builder import Builder, Group, update_chunk
 from piper.ir.derive.weights import sum_weights
 from piper.ops.product import Product
 
-SCALE = Value(ValueId(-1), TensorSpec((), DType.FLOAT64), Role.SCALE)
-"""The scale of the step's loss; the id is to be filled in."""
+SCALE = Value(UNNUMBERED, TensorSpec((), DType.FLOAT64), Role.SCALE)
+"""The scale of the step's loss."""
 
-SCALED_WEIGHT = Value(ValueId(-1), TensorSpec((), DType.FLOAT64), Role.TOTAL, "scaled weight")
-"""The total weight times the scale; the id is to be filled in."""
+SCALED_WEIGHT = Value(UNNUMBERED, TensorSpec((), DType.FLOAT64), Role.TOTAL, "scaled weight")
+"""The total weight times the scale."""
 
 
 def find_divisors(builder: Builder, groups: Collection[Group]) -> Mapping[Group, ValueId]:

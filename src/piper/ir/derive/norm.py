@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from piper.dtypes import DType
 from piper.ids import ValueId
 from piper.ir.body import TensorSpec
-from piper.ir.dag import Clip, DeviceGroup, Role, Tags, Value
+from piper.ir.dag import UNNUMBERED, Clip, DeviceGroup, Role, Tags, Value
 from piper.ir.derive.builder import REDUCE_STREAM, Builder, Group, communication, update_chunk
 from piper.ops.all_reduce import AllReduce
 from piper.ops.grad_norm import NormPart, NormRoot, NormSum
 
-SCALAR = Value(ValueId(-1), TensorSpec((), DType.FLOAT64), Role.NORM, "grad_norm")
-"""A part of the norm, or the norm; the id is to be filled in."""
+SCALAR = Value(UNNUMBERED, TensorSpec((), DType.FLOAT64), Role.NORM, "grad_norm")
+"""A part of the norm, or the norm."""
 
 
 def measure(

@@ -2,7 +2,7 @@
 
 from piper.errors import DirectiveError, PlacementError
 from piper.ir.body import TensorSpec
-from piper.ir.dag import Chunk, DeviceGroup, Level, Replication, Role, Value
+from piper.ir.dag import UNNUMBERED, Chunk, DeviceGroup, Level, Replication, Role, Value
 from piper.ir.derive.builder import Builder, Group
 from piper.ops.base import shard_length
 
@@ -126,11 +126,8 @@ def shard_count(builder: Builder, name: str) -> int:
 
 
 def shard_value(builder: Builder, name: str, role: Role = Role.SHARD) -> Value:
-    """A value that holds a slice of the parameter, or of its gradient; the id is to be filled
-    in.
-    """
-    some = next(iter(builder.values.values()))
-    return Value(some.id, shard_spec(builder, name, role), role, name)
+    """A value that holds a slice of the parameter, or of its gradient."""
+    return Value(UNNUMBERED, shard_spec(builder, name, role), role, name)
 
 
 def level_of(builder: Builder, name: str, replication: Replication | None) -> Level:

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import msgspec
-
 from piper.ir import body as ir
+from piper.ir.parts import renamed, spec_of
 from piper.ir.views import VIEWS
 
 
@@ -81,30 +80,11 @@ def _piece(body: ir.Body, positions: Iterable[int], read_later: set[int]) -> Pie
     reads = [ref for p in positions for ref in ir.call_refs(body.calls[p]) if ref not in own]
     inputs = tuple(dict.fromkeys(reads))
     outputs = tuple(ref for ref in sorted(own) if ref in read_later)
-    renamed = {ref: index for index, ref in enumerate((*inputs, *sorted(own)))}
-    calls = tuple(_renamed(body.calls[position], renamed) for position in sorted(positions))
-    specs = tuple(_spec(body, ref) for ref in inputs)
-    part = ir.Body(specs, calls, tuple(renamed[ref] for ref in outputs), body.num_rngs)
+    names = {ref: index for index, ref in enumerate((*inputs, *sorted(own)))}
+    calls = tuple(
+        renamed(body.calls[position], names, body.calls[position].rng)
+        for position in sorted(positions)
+    )
+    specs = tuple(spec_of(body, ref) for ref in inputs)
+    part = ir.Body(specs, calls, tuple(names[ref] for ref in outputs), body.num_rngs)
     return Piece(part, inputs, outputs, any(call.rng is not None for call in calls))
-
-
-def _spec(body: ir.Body, ref: int) -> ir.TensorSpec:
-    if ref < len(body.inputs):
-        return body.inputs[ref]
-    (spec,) = body.calls[ref - len(body.inputs)].results
-    assert spec is not None, f"reference {ref} is read across a cut but is not a tensor"
-    return spec
-
-
-def _renamed(call: ir.Call, names: dict[int, int]) -> ir.Call:
-    args = tuple(_renamed_argument(arg, names) for arg in call.args)
-    kwargs = tuple((name, _renamed_argument(arg, names)) for name, arg in call.kwargs)
-    return msgspec.structs.replace(call, args=args, kwargs=kwargs)
-
-
-def _renamed_argument(arg: ir.Arg, names: dict[int, int]) -> ir.Arg:
-    if isinstance(arg, ir.Ref):
-        return ir.Ref(names[arg.index])
-    if isinstance(arg, ir.Sequence):
-        return ir.Sequence(tuple(_renamed_argument(item, names) for item in arg.items))
-    return arg

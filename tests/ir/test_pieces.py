@@ -7,9 +7,9 @@ from tests.runtime.test_code import CPU, ROWS, body, call
 
 from piper.dtypes import DType
 from piper.ir.body import Body, Call, Ref, TensorSpec
+from piper.ir.pieces import cut_at_random_calls
 from piper.ops.base import RandomKey
 from piper.runtime.code import chunk_function
-from piper.runtime.pieces import cut_at_random_calls
 
 
 def dropout(ref: int, rng: int) -> Call:
