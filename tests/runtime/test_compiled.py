@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from tests.runtime.test_code import CPU, KEY, body, call
 from tests.ir.test_pieces import dropout, first
+from tests.runtime.test_code import CPU, KEY, body, call
 
 from piper.dtypes import DType
 from piper.errors import CompileError
