@@ -5,6 +5,7 @@ parallelism.
 import pytest
 import torch
 from tests.cases.equal import assert_equal, randint
+from tests.models.families import FAMILIES, staged
 from torch import nn
 from torch.nn import functional
 
@@ -109,3 +110,41 @@ def test_a_llama_in_bfloat16_equals_one_process(with_mask):
         precision="bf16",
     )
     assert report.ok, str(report)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["eager", pytest.param("grouped_mm", marks=pytest.mark.full)]
+)
+def test_experts_that_nobody_annotated_are_captured_by_themselves(implementation):
+    """Whichever implementation the model has: transformers' loop has shapes that depend on the data,
+    its grouped products no float64. The reference is that loop.
+    """
+    family = FAMILIES["mixtral"]
+    model = staged(family, 1, num_hidden_layers=1)
+    model.set_experts_implementation(implementation)
+    strategy = [piper.Place({}, [0, 1]), piper.Replicate({}), piper.Split({}, num_microbatches=2)]
+    inputs, targets = family.batch()
+    report = piper.check(model, family.loss, strategy, (inputs, targets), optimizer=sgd, steps=1)
+    assert report.ok, str(report)
+    with piper.compile(
+        model, family.loss, strategy, (inputs, targets), optimizer=sgd, backend="inprocess"
+    ) as trainer:
+        expected = family.loss(model(**inputs), targets)
+        assert trainer.step(inputs, targets).loss == pytest.approx(float(expected.detach()), 1e-5)
+    assert model.config._experts_implementation == implementation
+
+
+def test_what_looks_like_experts_and_cannot_be_annotated_is_named():
+    sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2}
+    model = transformers.SwitchTransformersForConditionalGeneration(
+        transformers.SwitchTransformersConfig(**sizes, num_experts=2, num_sparse_encoder_layers=1)
+    )
+    with pytest.raises(ConfigError, match=r"encoder\.block\.1\.layer\.1\.mlp\.experts \(Switch"):
+        annotate_experts(model)
+    mixed = nn.ModuleList([mixtral(), model])
+    with pytest.warns(piper.errors.PiperWarning, match=r"marks 2 modules.*leaves out.*1\.encoder"):
+        assert annotate_experts(mixed) == 2

@@ -16,6 +16,7 @@ from piper.directives.strategy import apply, as_strategy
 from piper.errors import ConfigError, expect
 from piper.ir.dag import Clip, Dag, GradientUse
 from piper.ir.edit import use_gradients
+from piper.models.huggingface import capturable_experts
 from piper.ops.grad_norm import Norm
 from piper.plan.model import Plan
 from piper.planner import microbatch_size, plan_with, violated_guard
@@ -136,15 +137,16 @@ class Programs:
         return self._captured[alike], dag
 
     def _capture(self, batch: Batch, size: int | None, *, grad: bool) -> Captured:
-        return capture_with_constants(
-            self.model,
-            self.loss_fn,
-            batch,
-            batch_dims=self.batch_dims,
-            batch_size=size,
-            grad=grad,
-            precision=self.precision,
-        )
+        with capturable_experts(self.model):
+            return capture_with_constants(
+                self.model,
+                self.loss_fn,
+                batch,
+                batch_dims=self.batch_dims,
+                batch_size=size,
+                grad=grad,
+                precision=self.precision,
+            )
 
 
 def make_clip(max_grad_norm: float | None, norm_type: float) -> Clip | None:

@@ -22,6 +22,7 @@ from piper.devices.tensors import torch_dtype
 from piper.dtypes import DType
 from piper.ir.body import TensorSpec
 from piper.ir.dag import Clip, Dag, LossKind, Parameter
+from piper.models.huggingface import capturable_experts, plain_experts
 from piper.runtime.batch import Batch
 from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.random import DrawFrom
@@ -167,8 +168,10 @@ class Reference:
         args, kwargs = as_arguments(inputs)
         tensors = {**used.under_all_names(self._dag), **self._buffers()}
         # A policy rounds what each kernel makes: then it must be the kernels that were captured.
-        paths = nullcontext() if self._precision is None else traceable_paths()
-        with paths, used.separate(), DrawFrom(self._seed, step, number):
+        captured = self._precision is not None
+        paths = traceable_paths() if captured else nullcontext()
+        experts = (capturable_experts if captured else plain_experts)(self._model)
+        with paths, experts, used.separate(), DrawFrom(self._seed, step, number):
             if self._precision is not None:
                 args, kwargs = cast((args, kwargs), self._precision.compute)
             outputs = functional_call(self._model, tensors, args, kwargs)
