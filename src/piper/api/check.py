@@ -15,6 +15,7 @@ from piper.api.compare import Errors, compare, scalar_error
 from piper.api.compile import compilation
 from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.reference import Reference, ReferenceStep
+from piper.api.replay import Gradient, Replay
 from piper.api.rows import rebuild_sequence
 from piper.api.trainer import Trainer, TrainResult
 from piper.api.trial import Trial
@@ -104,7 +105,7 @@ def check(
     core = program.captured.dag
     reference = Reference(model, loss_fn, core, tensors, spec, seed, programs.clip, policy)
     whole = reference.loss(fetch(0), 0)
-    tap = _Tap()
+    tap, replay = _Tap(), Replay(reference.initial_state())
     observed = OptimizerSpec(optimizer, groups, lr_schedule, tap.observe)
     errors: list[StepErrors] = []
     loss = 0.0
@@ -118,6 +119,7 @@ def check(
             if step == 0:
                 loss = expected.loss
             copies = chosen.copies()
+            replayed = replay.step(tap.found, step)
             errors.append(
                 StepErrors(
                     step=step,
@@ -125,7 +127,7 @@ def check(
                     gradients=tap.compare(expected.gradients, copies),
                     grad_norm=_norm_error(result.grad_norm, expected.grad_norm),
                     loss_scale=_scale_error(result, expected),
-                    **_state_errors(copies, reference.state),
+                    **_state_errors(copies, reference.state, replayed),
                 )
             )
     if tolerance is None:
@@ -158,7 +160,12 @@ class _Tap:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: list[tuple[str, Slice | None, torch.Tensor]] = []
+        self._found: list[Gradient] = []
+
+    @property
+    def found(self) -> Sequence[Gradient]:
+        """What all devices received since the last comparison."""
+        return tuple(self._found)
 
     def observe(self, gradients: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> None:
         """Called by every device, with its final gradients."""
@@ -217,19 +224,33 @@ class _StateErrors(TypedDict):
     optimizer: Errors
 
 
-def _state_errors(copies: Sequence[StateSnapshot], state: ModelState) -> _StateErrors:
-    """What is wrong with each device's copies; a name that no device holds is infinitely wrong."""
+def _state_errors(
+    copies: Sequence[StateSnapshot], state: ModelState, replayed: StateSnapshot
+) -> _StateErrors:
+    """What is wrong with each device's copies; a name that no device holds is infinitely wrong.
+
+    What the optimizer writes is right if it is what one process has, or what the optimizer makes of
+    the gradients that the devices had, which are compared by themselves (:mod:`piper.api.replay`).
+    """
     expected = state.snapshot([*state.parameters, *state.buffers], optimizer=True)
+    parameters, optimizer = (
+        Errors({n: min(e, again.by_name.get(n, e)) for n, e in once.by_name.items()})
+        for once, again in (
+            (_parameter_errors(copies, expected), _parameter_errors(copies, replayed)),
+            (_optimizer_errors(copies, expected), _optimizer_errors(copies, replayed)),
+        )
+    )
+    buffers = _held_errors([c.buffers for c in copies], expected.buffers)
+    return _StateErrors(parameters=parameters, buffers=buffers, optimizer=optimizer)
+
+
+def _parameter_errors(copies: Sequence[StateSnapshot], expected: StateSnapshot) -> Errors:
     whole = [c.parameters for c in copies]
     slices = [
         {n: _completed(s.part, s.tensor, expected.parameters.get(n)) for n, s in c.shards.items()}
         for c in copies
     ]
-    return _StateErrors(
-        parameters=_held_errors([*whole, *slices], expected.parameters),
-        buffers=_held_errors([c.buffers for c in copies], expected.buffers),
-        optimizer=_optimizer_errors(copies, expected),
-    )
+    return _held_errors([*whole, *slices], expected.parameters)
 
 
 def _held_errors(

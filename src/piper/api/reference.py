@@ -87,7 +87,12 @@ class Reference:
             parameters = {
                 n: t.to(torch_dtype(declared[n].spec.dtype)) for n, t in parameters.items()
             }
-        self.state = ModelState(parameters, buffers, declared, optimizer, torch.device("cpu"))
+        self._start = (parameters, buffers, declared, optimizer)
+        self.state = self.initial_state()
+
+    def initial_state(self) -> ModelState:
+        """A state of its own, as it is before the first step."""
+        return ModelState(*self._start, torch.device("cpu"))
 
     def gradients(self, batch: Batch, num_microbatches: int, step: int) -> ReferenceStep:
         """Loss and gradients of one step; writes the model's buffers, updates nothing."""

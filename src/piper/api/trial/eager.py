@@ -21,6 +21,7 @@ from piper.capture.precision import Precision, cast, check_model, is_cast
 from piper.capture.states import model_states
 from piper.directives.base import Directive
 from piper.errors import CaptureError, PiperError
+from piper.models.huggingface import plain_experts
 from piper.runtime.batch import Batch
 from piper.runtime.random import DrawFrom
 
@@ -100,7 +101,7 @@ class EagerModel:
         args, kwargs = as_arguments(part[0])
         if self.precision is not None:
             args, kwargs = cast((args, kwargs), self.precision.compute)
-        with self._failing("the model", inputs=part[0]):
+        with plain_experts(self.model), self._failing("the model", inputs=part[0]):
             outputs: object = functional_call(self.model, dict(tensors), args, kwargs)
         return outputs if self.precision is None else cast(outputs, self.precision.output)
 
