@@ -21,11 +21,12 @@ from piper.api.trainer import Trainer, TrainResult
 from piper.api.trial import Trial
 from piper.backends import Backend, InProcessBackend, make_backend
 from piper.boundary import public
+from piper.capture.forms import as_pair
 from piper.capture.joint import LossFn
 from piper.capture.precision import PrecisionLike, make_precision
 from piper.directives.base import Directive
 from piper.errors import CheckError, expect
-from piper.runtime.batch import Batch, as_pair
+from piper.runtime.batch import Batch
 from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec, per_element
 from piper.runtime.slices import Slice
 from piper.runtime.snapshot import StateSnapshot
@@ -44,9 +45,9 @@ compute type is rounded alike on both sides, bit for bit; only sums in the reduc
 @public
 def check(
     model: torch.nn.Module,
-    loss_fn: LossFn,
+    loss_fn: LossFn | None,
     strategy: Sequence[Directive],
-    batch: Batch | Callable[[int], Batch],
+    batch: object,
     *,
     optimizer: OptimizerFactory,
     param_groups: Sequence[Mapping[str, object]] | None = None,
@@ -72,7 +73,8 @@ def check(
     captured: some libraries, Hugging Face's among them, choose others while they are traced, and
     those round otherwise.
 
-    *batch* is a global batch, or a function of the step. Compared after each step: the loss and, on
+    *batch* is a global batch, in the forms that :func:`piper.compile` takes, or a function of the
+    step. Compared after each step: the loss and, on
     every device that holds a copy, every gradient, parameter, buffer and optimizer state, and the
     norm where gradients are clipped. *backend* defaults to threads of this process; its workers
     must be threads, since the gradients are seen there. *compile* is that of :func:`piper.compile`:
@@ -90,7 +92,8 @@ def check(
     model = copy.deepcopy(model) if policy is not None else copy.deepcopy(model).double()
 
     def fetch(step: int) -> Batch:
-        inputs, targets = as_pair(batch(step) if callable(batch) else batch)
+        given = batch(step) if callable(batch) else batch
+        inputs, targets = as_pair(given, own_loss=loss_fn is None)
         return (inputs, targets) if policy is not None else (_double(inputs), _double(targets))
 
     groups = None if param_groups is None else tuple(param_groups)
@@ -101,9 +104,9 @@ def check(
     trial.before_capture()
     program = programs.training(fetch(0))
     tensors = model_tensors(model)
-    check_capture(model, loss_fn, program, fetch(0), seed, policy)
+    check_capture(model, programs.loss_fn, program, fetch(0), seed, policy)
     core = program.captured.dag
-    reference = Reference(model, loss_fn, core, tensors, spec, seed, programs.clip, policy)
+    reference = Reference(model, programs.loss_fn, core, tensors, spec, seed, programs.clip, policy)
     whole = reference.loss(fetch(0), 0)
     tap, replay = _Tap(), Replay(reference.initial_state())
     observed = OptimizerSpec(optimizer, groups, lr_schedule, tap.observe)

@@ -18,7 +18,6 @@ from piper.capture.joint import LossFn
 from piper.capture.precision import PrecisionLike, make_precision
 from piper.directives.base import Directive
 from piper.errors import ConfigError, StateError
-from piper.runtime.batch import Batch
 from piper.runtime.compiled import Compilation
 from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec
 from piper.runtime.state import Weights
@@ -27,9 +26,9 @@ from piper.runtime.state import Weights
 @public
 def compile(  # noqa: A001  (the field's word; users write piper.compile)
     model: torch.nn.Module,
-    loss_fn: LossFn,
+    loss_fn: LossFn | None,
     strategy: Sequence[Directive],
-    example_batch: Batch,
+    example_batch: object,
     *,
     optimizer: OptimizerFactory | None,
     param_groups: Sequence[Mapping[str, object]] | None = None,
@@ -56,10 +55,13 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     Args:
         model: not changed; :meth:`Trainer.copy_to` brings the trained weights back.
         loss_fn: ``loss_fn(outputs, targets)`` returns a scalar, the mean over samples, or
-            ``(sum, weight)``.
+            ``(sum, weight)``. ``None`` trains the loss that the model computes itself: what it
+            returns, or ``loss`` among it.
         strategy: a list of directives.
         example_batch: a *global* batch ``(inputs, targets)``; inputs are a tensor, a tuple
-            (``*args``) or a mapping (``**kwargs``).
+            (``*args``) or a mapping (``**kwargs``). Or one mapping of all arguments, as Hugging
+            Face's collators make it: with ``loss_fn=None`` the model is given all of it, else
+            *loss_fn* its ``labels``, and the model the rest.
         optimizer: takes what ``torch.optim`` classes take first, and returns one. ``None``: the
             trainer cannot update parameters.
         param_groups: mappings ``{"names": [pattern, ...], **options}``.
@@ -110,14 +112,15 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
             limits, optimizer_bytes=optimizer_bytes(spec), frame_bytes=frame_bytes(backend)
         )
     programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy, limits)
-    trial = Trial(programs, example_batch, seed)
+    example = programs.pair(example_batch)
+    trial = Trial(programs, example, seed)
     if verify_capture:
         trial.before_capture()
     with trial.blaming():
-        program = programs.training(example_batch)
+        program = programs.training(example)
     weights = init if init is not None else _weights(model)
     if verify_capture and not _on_meta(model):
-        check_capture(model, loss_fn, program, example_batch, seed, policy)
+        check_capture(model, programs.loss_fn, program, example, seed, policy)
     return Trainer(
         programs, program, make_backend(backend), weights, spec, seed, compilation(compile)
     )

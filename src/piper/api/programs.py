@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from piper.capture import Captured, capture_with_constants
+from piper.capture.forms import as_pair, loss_function
 from piper.capture.joint import LossFn
 from piper.capture.precision import Precision
 from piper.directives.base import Directive
@@ -56,7 +57,7 @@ class Programs:
     def __init__(
         self,
         model: torch.nn.Module,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         strategy: Sequence[Directive],
         batch_dims: Mapping[str, int | None] | None = None,
         clip: Clip | None = None,
@@ -71,10 +72,18 @@ class Programs:
         self.loss_scaled = precision is not None and precision.loss_scale is not None
         # Whether all gradients are finite is seen by their norm.
         self.clip = Clip(Norm.L2, None) if self.loss_scaled and clip is None else clip
-        self.model, self.loss_fn, self.batch_dims = model, loss_fn, batch_dims
+        self.model, self.batch_dims = model, batch_dims
+        self.own_loss, self.loss_fn = loss_fn is None, loss_function(loss_fn)
         self.strategy = as_strategy(strategy)
         self._made: dict[tuple[object, ...], Program] = {}
         self._captured: dict[tuple[object, ...], Captured] = {}
+
+    def pair(self, given: object) -> Batch:
+        """The batch that a user gave, in any form, as the pair that everything else works with.
+
+        Raises :class:`BatchError` for what is none.
+        """
+        return as_pair(given, own_loss=self.own_loss)
 
     def training(self, batch: Batch, use: GradientUse = GradientUse.UPDATE) -> Program:
         """The program of a training step on batches like *batch*, whose gradients are used as

@@ -18,6 +18,7 @@ from piper.api.rows import Rows
 from piper.api.user_names import snapshot_from, user_state
 from piper.backends.base import Backend, StepResult
 from piper.boundary import public
+from piper.capture.forms import Paired
 from piper.errors import BatchError, ConfigError, StateError
 from piper.ids import DeviceId
 from piper.ir.dag import Dag, GradientUse, LossKind, Role
@@ -37,6 +38,9 @@ BATCHES_PER_CALL = 16
 
 SECONDS_PER_CALL = 1.0
 """About how long one call to the workers lasts in ``fit``: progress is seen this often."""
+
+_PART_OF_INPUTS = object()
+"""In place of the targets, where the first argument is the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +130,14 @@ class Trainer:
         """Optimizer steps so far, those that were skipped included: data and schedules go on."""
         return self._step
 
-    def step(self, inputs: object, targets: object, *, update: bool = True) -> TrainResult:
+    def step(
+        self, inputs: object, targets: object = _PART_OF_INPUTS, *, update: bool = True
+    ) -> TrainResult:
         """One training step on the global batch ``(inputs, targets)``; equal to single-process
         training on it.
+
+        Called with one argument, that is the batch: a pair, or one mapping of all arguments of the
+        model, see :func:`piper.compile`.
 
         With ``update=False`` nothing is updated and no optimizer step counted: the gradients are
         kept, and the next step that updates adds them to its own, as several calls of ``backward``
@@ -147,12 +156,12 @@ class Trainer:
         """
         if update:
             self._require_optimizer()
-            return self._run([(inputs, targets)])[0]
-        return self._keep((inputs, targets))
+            return self._run([self._batch(inputs, targets)])[0]
+        return self._keep(self._batch(inputs, targets))
 
     def fit(
         self,
-        data: Data | Iterable[Batch],
+        data: Callable[[int], object] | Iterable[object],
         steps: int,
         on_steps: Callable[[Sequence[TrainResult]], None] | None = None,
     ) -> list[TrainResult]:
@@ -160,7 +169,7 @@ class Trainer:
 
         *data* is ``data(step) -> (inputs, targets)``, picklable, called by the workers that read
         inputs (*step* counts all steps of this trainer); or an iterable of global batches such as a
-        DataLoader. Many steps are one call to the workers; *on_steps* receives the results about
+        DataLoader. Either may give one mapping per batch, as Hugging Face's collators do. Many steps are one call to the workers; *on_steps* receives the results about
         once a second.
         """
         if not isinstance(steps, int) or steps < 0:
@@ -170,7 +179,11 @@ class Trainer:
             raise BatchError(
                 f"data is a function data(step) -> (inputs, targets), or an iterable of such pairs, found {type(data).__name__}"
             )
-        runs = self._pulled(data, steps) if callable(data) else self._pushed(data, steps)
+        pair = self._programs.pair
+        if callable(data):
+            runs = self._pulled(Paired(data, self._programs.own_loss), steps)
+        else:
+            runs = self._pushed((pair(batch) for batch in data), steps)
         results: list[TrainResult] = []
         for done in runs:
             results.extend(done)
@@ -179,7 +192,12 @@ class Trainer:
         return results
 
     def profile(
-        self, inputs: object, targets: object, *, steps: int = 5, ranges: bool = False
+        self,
+        inputs: object,
+        targets: object = _PART_OF_INPUTS,
+        *,
+        steps: int = 5,
+        ranges: bool = False,
     ) -> Timeline:
         """*steps* training steps on the global batch ``(inputs, targets)``, which train like any
         other (a scaled loss keeps its scale meanwhile); when every instruction of the quickest one
@@ -190,7 +208,7 @@ class Trainer:
         """
         if steps < 1:
             raise BatchError(f"steps is at least 1, found {steps}")
-        batch = (inputs, targets)
+        batch = self._batch(inputs, targets)
         if self._kept_steps:
             raise StateError("gradients are kept from step(update=False); update before profiling")
         self._train = program = self._programs.training(batch)
@@ -215,13 +233,13 @@ class Trainer:
             clock_error=found.clock_error,
         )
 
-    def evaluate(self, inputs: object, targets: object) -> TrainResult:
+    def evaluate(self, inputs: object, targets: object = _PART_OF_INPUTS) -> TrainResult:
         """The loss of the batch in evaluation mode, without any update; any batch size.
 
         The rows are cut into equal microbatches, at most as large as in training; a last wave that
         is not full is filled up with rows whose losses do not count.
         """
-        batch = (inputs, targets)
+        batch = self._batch(inputs, targets)
         rows, train = Rows(self.dag.batch), self._train.plan
         count = rows.count(batch)
         size = next(s for s in range(min(train.microbatch_size, count), 0, -1) if count % s == 0)
@@ -352,6 +370,11 @@ class Trainer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _batch(self, inputs: object, targets: object) -> Batch:
+        """The batch that one or both arguments are."""
+        whole = targets is _PART_OF_INPUTS
+        return self._programs.pair(inputs if whole else (inputs, targets))
 
     # --- running ------------------------------------------------------------------------------------
 

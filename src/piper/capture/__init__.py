@@ -7,10 +7,11 @@ import torch
 from piper.boundary import public
 from piper.capture.annotate import annotate, annotate_module
 from piper.capture.batch import flatten_batch
+from piper.capture.forms import as_pair, loss_function, own_loss
 from piper.capture.joint import LossFn, capture_joint
 from piper.capture.partition import Captured, partition
 from piper.capture.precision import PrecisionLike, check_model, make_precision
-from piper.errors import ConfigError, expect
+from piper.errors import CaptureError, ConfigError, expect
 from piper.ir.dag import Dag
 from piper.pausing import collector_paused
 
@@ -27,8 +28,8 @@ __all__ = [
 @public
 def capture(
     model: torch.nn.Module,
-    loss_fn: LossFn,
-    example_batch: tuple[object, object],
+    loss_fn: LossFn | None,
+    example_batch: object,
     *,
     batch_dims: Mapping[str, int | None] | None = None,
     batch_size: int | None = None,
@@ -44,6 +45,8 @@ def capture(
     ``model.training``.
 
     *loss_fn* ``(outputs, targets)`` returns a scalar, the mean over samples, or ``(sum, weight)``.
+    ``None`` takes the loss that the model computes itself. A batch may be one mapping, see
+    :func:`piper.compile`.
     The batch size stays symbolic unless *batch_size* fixes it. Without *grad* there is only the
     forward. *precision* is a :class:`piper.Precision`, or a type to compute in, or its name.
 
@@ -62,8 +65,8 @@ def capture(
 
 def capture_with_constants(
     model: torch.nn.Module,
-    loss_fn: LossFn,
-    example_batch: tuple[object, object],
+    loss_fn: LossFn | None,
+    example_batch: object,
     *,
     batch_dims: Mapping[str, int | None] | None = None,
     batch_size: int | None = None,
@@ -72,14 +75,15 @@ def capture_with_constants(
 ) -> Captured:
     """Like :func:`capture`, with the values of the DAG's constant buffers."""
     expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
-    check_loss_fn(loss_fn)
-    batch = flatten_batch(model.forward, example_batch, batch_dims)
+    check_loss_fn(loss_function(loss_fn))
+    pair = as_pair(example_batch, own_loss=loss_function(loss_fn) is own_loss, error=CaptureError)
+    batch = flatten_batch(model.forward, pair, batch_dims)
     policy = make_precision(precision)
     if policy is not None:
         check_model(model, policy)
     with collector_paused():
         joint = capture_joint(
-            model, loss_fn, batch, batch_size=batch_size, grad=grad, precision=policy
+            model, loss_function(loss_fn), batch, batch_size=batch_size, grad=grad, precision=policy
         )
         return partition(joint, batch)
 
