@@ -10,15 +10,17 @@ A class or function is public by ``@public``; everything that :mod:`piper` expor
 """
 
 import functools
+import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
 from typing import TypeVar, cast
 
-from piper.errors import PiperError, internals_shown
+from piper.errors import ArgumentError, PiperError, PiperWarning, internals_shown, nearest
 
 _PUBLIC_DUNDERS = {"__init__", "__call__", "__enter__", "__exit__"}
 
@@ -65,13 +67,39 @@ def _wrapped(function: Callable[..., object]) -> Callable[..., object]:
         __tracebackhide__ = True  # IPython and pytest heed it
         outside = sys.exception()  # what the caller is handling is the caller's
         try:
-            return function(*args, **kwargs)
+            return _called(function, args, kwargs)
         except Exception as error:
             if is_users(error) and not internals_shown():
                 error.__traceback__ = trimmed(error, outside)
             raise  # which adds no frame of its own
 
     return call
+
+
+def warn(message: str) -> None:
+    """Warn the user of something legal, at the line of theirs that called piper."""
+    level, frame = 1, sys._getframe(0)  # noqa: SLF001 (what `warnings` does)
+    while frame.f_back is not None and _Code.of(frame) is not _Code.USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, PiperWarning, stacklevel=level)
+
+
+def _called(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """What the function returns. Raises :class:`ArgumentError` for arguments that it does not
+    take.
+    """
+    __tracebackhide__ = True
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        here = error.__traceback__
+        if here is None or here.tb_next is not None:  # raised inside
+            raise
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        unknown = next((nearest(name, names) for name in kwargs if name not in names), "")
+        raise ArgumentError(f"{error}{unknown}; it takes {', '.join(names)}") from None
 
 
 def is_users(error: BaseException) -> bool:

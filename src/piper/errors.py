@@ -74,6 +74,10 @@ class ConfigError(PiperError):
     """A configuration or data file is missing, unreadable or malformed, or an argument is wrong."""
 
 
+class ArgumentError(ConfigError, TypeError):
+    """A public function or class is called with arguments that it does not take."""
+
+
 class StateError(PiperError):
     """Model or optimizer state does not fit the model."""
 

@@ -33,10 +33,14 @@ class Registry(Mapping[str, T]):
         return entry
 
     def __getitem__(self, name: str) -> T:
+        known = ", ".join(sorted(self._entries))
+        if not isinstance(name, str):
+            raise self._error(
+                f"a {self._kind} is named by a text, found {type(name).__name__}: {name!r:.80}; known: {known}"
+            )
         try:
             return self._entries[name]
         except KeyError:
-            known = ", ".join(sorted(self._entries))
             raise self._error(
                 f"unknown {self._kind} {name!r}{nearest(name, self._entries)}; known: {known}"
             ) from None

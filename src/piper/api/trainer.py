@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from piper.api.checkpoint import check_fits, group_names, save_checkpoint
+from piper.api.left_out import warn_of_left_out
 from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.programs import Program, Programs
 from piper.api.rows import Rows
@@ -88,6 +89,7 @@ class Trainer:
         seed: int,
         compilation: Compilation = Compilation.OFF,
     ) -> None:
+        warn_of_left_out(program.plan.dag, programs.strategy)
         self._programs, self._backend, self._seed = programs, backend, seed
         self._state_of = program.plan.dag  # what the workers' state was made for
         self._groups = group_names(self._state_of, optimizer)

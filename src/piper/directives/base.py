@@ -1,21 +1,44 @@
 """What a directive is: a frozen description of one rewrite of the training DAG."""
 
+import operator
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec.structs import force_setattr
 
-from piper.errors import DirectiveError, StrategyFileError
+from piper.boundary import public
+from piper.errors import ArgumentError, DirectiveError, StrategyFileError, nearest
 from piper.ir.dag import Chunk, Dag
 from piper.ir.edit import Edit
-from piper.ir.select import Filter, Selector
+from piper.ir.select import Filter, FilterValue, Selector
 from piper.registry import Registry, snake_case
+
+
+class _Kind(msgspec.StructMeta):
+    """The class of the classes of directives: says what is wrong with a call of one."""
+
+    if not TYPE_CHECKING:  # which takes the arguments from the fields
+
+        @public
+        def __call__(cls, *given: object, **named: object) -> object:  # noqa: N805 (a class)
+            names = [field.name for field in msgspec.structs.fields(cls)]
+            for name, value in zip(names, given, strict=False):
+                _refuse_misplaced(cls, name, value, [n for n in names if n not in named])
+            try:
+                return super().__call__(*given, **named)
+            except TypeError as error:
+                unknown = next((nearest(name, names) for name in named if name not in names), "")
+                complaint = str(error)[:1].lower() + str(error)[1:]
+                raise ArgumentError(
+                    f"{cls.__name__}: {complaint}{unknown}; it takes {', '.join(names)}"
+                ) from None
 
 
 class Directive(
     msgspec.Struct,
+    metaclass=_Kind,
     frozen=True,
     tag_field="op",
     tag=snake_case,
@@ -33,14 +56,13 @@ class Directive(
         for name, type_ in _fields(type(self)):
             given = getattr(self, name)
             try:
-                plain = msgspec.to_builtins(given, enc_hook=_listed)
-                force_setattr(self, name, msgspec.convert(plain, type_))
+                force_setattr(self, name, _converted(given, type_))
             except (msgspec.ValidationError, TypeError) as error:
                 where, expected = _complaint(str(error))
                 raise DirectiveError(
                     f"{type(self).__name__}: {name}{where}: {expected}, found {name}={given!r}; write for instance "
-                    f"{name}={_example(name, type_)}"
-                ) from error
+                    f"{name}={_example(name, type_)}{_REMARKS.get(name, '')}"
+                ) from None
 
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:
         """The rewritten DAG; only core nodes change, derived nodes are remade by the caller.
@@ -53,6 +75,16 @@ class Directive(
         """Raise if *given*, all directives of this kind in a strategy with their numbers, cannot be
         meant so together. *dag* is what the whole strategy made.
         """
+
+    def tags_made(self) -> tuple[str, ...]:
+        """Tags that the directive gives nodes, for the filters of later ones."""
+        return ()
+
+    def tags_named(self) -> set[str]:
+        """Tags that its filters name."""
+        groups: list[list[dict[str, FilterValue]]] = getattr(self, "filters", [])
+        own: dict[str, FilterValue] = getattr(self, "filter", {})
+        return {name for group in [[own], *groups] for each in group for name in each}
 
     def describe(self) -> str:
         """The directive as a user would write it, shortened to one line."""
@@ -79,6 +111,11 @@ _EXAMPLES = {
 }
 """How a field is written."""
 
+_REMARKS = {
+    "devices": " (devices are numbers, counted from 0 over all machines; which processor each is, is the backend's matter)"
+}
+"""What else is to be known of a field."""
+
 _WORDS = {
     "object": "a mapping of tags",
     "array": "a list",
@@ -96,10 +133,43 @@ def _fields(cls: type[Directive]) -> tuple[tuple[str, object], ...]:
     return tuple((field.name, field.type) for field in msgspec.structs.fields(cls))
 
 
+def _converted(given: object, type_: object) -> object:
+    """*given* as a value of *type_*. Raises what msgspec does for anything else."""
+    if isinstance(given, (set, frozenset)) and get_origin(type_) is not dict:
+        raise TypeError("Expected a list, whose order counts (a set has none)")
+    return msgspec.convert(msgspec.to_builtins(given, enc_hook=_listed), type_)
+
+
+def _refuse_misplaced(
+    cls: type[Directive], name: str, given: object, others: Sequence[str]
+) -> None:
+    """Raise :class:`ArgumentError` for a positional argument that is no *name*, but one of the
+    *others*.
+    """
+    types = dict(_fields(cls))
+    if _fits(given, types[name]) or isinstance(given, str):  # many fields are texts
+        return
+    if meant := [other for other in others if other != name and _fits(given, types[other])]:
+        raise ArgumentError(
+            f"{cls.__name__}: {given!r} is given as {name}, and looks like {meant[0]}; write "
+            f"{cls.__name__}({name}=…, {meant[0]}={given!r})"
+        )
+
+
+def _fits(given: object, type_: object) -> bool:
+    try:
+        _converted(given, type_)
+    except (msgspec.ValidationError, TypeError):
+        return False
+    return True
+
+
 def _listed(value: object) -> object:
-    """What may stand for a list, besides what msgspec knows."""
+    """What may stand for a list or an integer, besides what msgspec knows."""
     if isinstance(value, range):
         return list(value)
+    if isinstance(value, SupportsIndex):
+        return operator.index(value)
     raise TypeError(f"Expected plain data, got `{type(value).__name__}`")
 
 

@@ -31,6 +31,9 @@ class Split(Directive, frozen=True):
     dim_name: str = "MB"
     num_microbatches: int = 1
 
+    def tags_made(self) -> tuple[str, ...]:
+        return (self.dim_name,)
+
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:  # noqa: ARG002
         if self.num_microbatches < 1:
             raise SplitError(f"num_microbatches is at least 1, found {self.num_microbatches}")

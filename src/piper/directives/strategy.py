@@ -12,7 +12,7 @@ import msgspec
 from piper.boundary import public
 from piper.directives.base import DIRECTIVES, Directive
 from piper.directives.published import in_our_form
-from piper.errors import DirectiveError, PiperError, StrategyFileError, expect, nearest
+from piper.errors import DirectiveError, FilterError, PiperError, StrategyFileError, expect, nearest
 from piper.ir.check import check_dag
 from piper.ir.dag import Dag
 from piper.ir.derive import derive
@@ -34,6 +34,7 @@ def apply(dag: Dag, strategy: Strategy) -> Dag:
     strategy = as_strategy(strategy)
     start = len(dag.directives)
     dag = replace(dag, directives=(*dag.directives, *(d.describe() for d in strategy)))
+    _refuse_early(dag, strategy, start)
     with collector_paused():
         dag = derive(dag)
         for _, run in groupby(enumerate(strategy, start), key=lambda item: type(item[1])):
@@ -49,7 +50,9 @@ def apply(dag: Dag, strategy: Strategy) -> Dag:
 def as_strategy(given: Iterable[object]) -> tuple[Directive, ...]:
     """*given* as a strategy. Raises :class:`DirectiveError` for what is no list of directives."""
     if isinstance(given, (Directive, str, Mapping)) or not isinstance(given, Iterable):
-        hint = "; piper.load_strategy reads a file" if isinstance(given, (str, Path)) else ""
+        hint = _remedy(given)
+        if isinstance(given, (str, Path)):
+            hint = "; piper.load_strategy reads a file, piper.strategies.pipeline makes one"
         raise DirectiveError(
             f"a strategy is a list of directives, [piper.Place(...), ...], found {_kind(given)}{hint}"
         )
@@ -58,15 +61,43 @@ def as_strategy(given: Iterable[object]) -> tuple[Directive, ...]:
         if isinstance(entry, Directive):
             strategy.append(entry)
             continue
-        hint = "; unpack it with *" if isinstance(entry, (list, tuple)) else ""
         raise DirectiveError(
-            f"entry {number} of the strategy: expected a directive such as piper.Place(...), found {_kind(entry)}{hint}"
+            f"entry {number} of the strategy: expected a directive such as piper.Place(...), found {_kind(entry)}{_remedy(entry)}"
         )
     return tuple(strategy)
 
 
 def _kind(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     return f"{type(value).__name__}: {reprlib.repr(value)}"
+
+
+def _remedy(entry: object) -> str:
+    """What to do about an *entry* of a strategy that is no directive."""
+    if isinstance(entry, (list, tuple)):
+        return "; unpack it with *"
+    if isinstance(entry, type) and issubclass(entry, Directive):
+        return f"; make one: {entry.__name__}(...)"
+    if callable(entry):
+        name = getattr(entry, "__name__", "it")
+        return f"; call it: {name}(...), and give the directives that it returns"
+    return ""
+
+
+def _refuse_early(dag: Dag, strategy: Strategy, start: int) -> None:
+    """Raise :class:`FilterError` for a directive that names a tag which only a later one makes."""
+    known = {name for node in dag.nodes.values() for name, _ in node.tags}
+    for number, directive in enumerate(strategy):
+        for name in sorted(directive.tags_named() - known):
+            later = (d for d in strategy[number:] if name in d.tags_made())
+            if (maker := next(later, None)) is not None:
+                place = start + strategy.index(maker)
+                raise FilterError(
+                    f"directive {start + number}, {directive.describe()}, names tag {name!r}, which directive {place}, {maker.describe()}, "
+                    f"makes: put the {type(maker).__name__} before it"
+                )
+        known.update(directive.tags_made())
 
 
 def _apply_run(dag: Dag, run: Sequence[tuple[int, Directive]]) -> Dag:

@@ -19,6 +19,9 @@ _Scalar: TypeAlias = int | str | None
 
 PASS, COMM, ANY = "PASS", "COMM", "*"
 
+MICROBATCH = "MB"
+"""What a ``Split`` calls its tag if nothing else is said; no region can have the name."""
+
 _OF_UPDATES = {"all_reduce", "reduce_scatter", "refresh", "transfer"}
 """Kinds of communication by which gradients become updated parameters."""
 
@@ -99,13 +102,35 @@ class Selector:
         if name not in self._known:
             raise FilterError(
                 f"filter {dict(filter_)} names tag {name!r}, which no node has"
-                f"{nearest(name, self._known)}; tags: {self.describe_tags()}"
+                f"{self._maker(name)}; tags: {self.describe_tags()}"
             )
         for index in _alternatives(value):
             if index != ANY and index not in self._known[name]:
                 raise FilterError(
-                    f"filter {dict(filter_)}: no node has {name}={index!r}; tags: {self.describe_tags()}"
+                    f"filter {dict(filter_)}: no node has {name}={index!r}{self._count(name, index)}; tags: {self.describe_tags()}"
                 )
+
+    def _maker(self, name: str) -> str:
+        """What gives nodes the tag *name*, or one that may be meant."""
+        if name != MICROBATCH:
+            return nearest(name, self._known)
+        if not self._dag.splits:
+            return (
+                f"; Split({{}}, dim_name={name!r}, num_microbatches=…) makes it, and comes before the directives that name it, Orders and all "
+                "placements by microbatch among them"
+            )
+        made = [split.name for split in self._dag.splits]
+        return f"; the strategy's Split gives {' and '.join(map(repr, made))}: use one name in both"
+
+    def _count(self, name: str, index: _Scalar) -> str:
+        """Why there is no such *index* of a tag that there is."""
+        if isinstance(index, str):
+            number = f": write {name!r}: {int(index)}" if index.isdecimal() else ""
+            return f" ({index!r} is text; regions and microbatches are numbered{number})"
+        known = self._known[name]
+        if any(split.name == name for split in self._dag.splits):
+            return f" (Split makes {len(known)} microbatches)"
+        return f" (the model has {len(known)} of them; a strategy names those that there are, all of them)"
 
     def describe_tags(self) -> str:
         """The tags of the DAG with their indices, for error messages."""

@@ -73,6 +73,10 @@ def order_groups(
 
     Raises as :func:`order_ranks`.
     """
+    if not isinstance(stage_tag, str) or not isinstance(microbatch_tag, str):
+        raise ScheduleError(
+            f"tags are texts, found stage_tag={stage_tag!r} and microbatch_tag={microbatch_tag!r}"
+        )
     if len({stage_tag, microbatch_tag, PASS, COMM}) < 4:
         raise ScheduleError(
             f"stage_tag={stage_tag!r} and microbatch_tag={microbatch_tag!r} must differ from each "
@@ -97,7 +101,7 @@ def require_positive(schedule: str, **counts: int) -> None:
     1.
     """
     for name, count in counts.items():
-        if not isinstance(count, int):
+        if not isinstance(count, int) or isinstance(count, bool):
             raise ScheduleError(f"{schedule}: {name} must be an integer, found {count!r}")
         if count < 1:
             raise ScheduleError(f"{schedule}: {name} must be at least 1, found {count}")

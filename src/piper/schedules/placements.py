@@ -34,6 +34,7 @@ def looped(groups: Groups, num_virtual_stages: int, *, stage_tag: str = "PP") ->
     below 1.
     """
     check_groups(groups)
+    _require_integer("num_virtual_stages", num_virtual_stages)
     if num_virtual_stages < 1:
         raise PlacementError(
             f"num_virtual_stages (stages per group) must be at least 1, found {num_virtual_stages}"
@@ -71,6 +72,7 @@ def two_way(
     Raises as :func:`chain`, and unless ``num_microbatches`` is even and at least 2.
     """
     check_groups(groups)
+    _require_integer("num_microbatches", num_microbatches)
     if num_microbatches < 2 or num_microbatches % 2:
         legal = sorted({max(2, num_microbatches - 1), max(2, num_microbatches + 1)})
         raise PlacementError(
@@ -84,6 +86,11 @@ def two_way(
         for microbatches, direction in ((down, list(groups)), (up, list(reversed(groups))))
         for stage, group in enumerate(direction)
     ]
+
+
+def _require_integer(name: str, count: object) -> None:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise PlacementError(f"{name} is an integer, found {type(count).__name__}: {count!r}")
 
 
 def check_groups(groups: Groups) -> None:
@@ -107,6 +114,11 @@ def check_groups(groups: Groups) -> None:
                 f"group {number} has {len(group)}: {[list(g) for g in groups]}"
             )
         for device in group:
+            if not isinstance(device, int) or isinstance(device, bool):
+                raise PlacementError(
+                    f"device {device!r} in group {number}: devices are numbers, counted from 0 over all machines, found "
+                    f"{type(device).__name__} (which processor each is, is the backend's matter)"
+                )
             if device < 0:
                 raise PlacementError(f"device {device} in group {number}: devices count from 0")
             if device in owner:
