@@ -94,8 +94,8 @@ def _refuse_early(dag: Dag, strategy: Strategy, start: int) -> None:
             if (maker := next(later, None)) is not None:
                 place = start + strategy.index(maker)
                 raise FilterError(
-                    f"directive {start + number}, {directive.describe()}, names tag {name!r}, which directive {place}, {maker.describe()}, "
-                    f"makes: put the {type(maker).__name__} before it"
+                    f"directive {start + number}, {directive.describe()}: names tag {name!r}, which no node has yet: directive {place}, "
+                    f"{maker.describe()}, makes it; put the {type(maker).__name__} before it"
                 )
         known.update(directive.tags_made())
 
