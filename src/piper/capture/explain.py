@@ -47,11 +47,12 @@ def user_line(trace: TracebackType | None, default: str = "in the model") -> str
     """``file:line (code)`` of the innermost frame of the user's code; if *trace* has none, of the
     innermost one of an installed library other than torch; else *default*.
     """
-    frames = [f for f in traceback.extract_tb(trace) if not _is_inside(f.filename)]
-    own = [f for f in frames if not _is_installed(f.filename)]
+    frames = [f for f in traceback.extract_tb(trace) if not is_inside(f.filename)]
+    own = [f for f in frames if is_user_file(f.filename)]
+    frames = own or [f for f in frames if is_library_file(f.filename)]
     if not frames:
         return default
-    frame = (own or frames)[-1]
+    frame = frames[-1]
     return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
 
 
@@ -59,18 +60,29 @@ _PIPER = str(Path(__file__).parents[1])
 _MODELS = str(Path(_PIPER, "models"))
 
 
-def _is_inside(filename: str) -> bool:
+def is_inside(filename: str) -> bool:
     """Whether a file is torch's, or piper's and no example model."""
     if filename.startswith(_MODELS):
         return False
+    if filename.startswith(_TYPED):
+        return False
     return filename.startswith((torch.__path__[0], _PIPER, "<"))
+
+
+_TYPED = ("<stdin>", "<string>", "<ipython-input")
+"""Code that was typed in; other names in angle brackets are of generated code."""
 
 
 def is_user_file(filename: str) -> bool:
     """Whether code of that file is the user's own: neither torch's, piper's nor of an installed
     library.
     """
-    return not (_is_inside(filename) or _is_installed(filename) or filename.startswith(_STANDARD))
+    return not (is_inside(filename) or _is_installed(filename) or filename.startswith(_STANDARD))
+
+
+def is_library_file(filename: str) -> bool:
+    """Whether code of that file is of an installed library other than torch."""
+    return _is_installed(filename) and not is_inside(filename)
 
 
 _STANDARD = sysconfig.get_paths()["stdlib"]

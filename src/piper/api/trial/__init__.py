@@ -1,16 +1,23 @@
 """The trial: one microbatch in plain PyTorch before a model is captured, and after it next to the
 graph.
 
-``rows`` says how large a microbatch will be, ``eager`` runs one.
+``rows`` says how large a microbatch will be, ``eager`` runs one, ``state`` looks at what tracing
+would freeze, ``reproduce`` repeats the run and names what makes its result another one, ``lines``
+finds the line.
 """
 
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from piper.api.programs import Programs
-from piper.api.trial.eager import EagerModel, EagerRun, eager_model, run_microbatch
+from piper.api.trial.eager import EagerModel, EagerRun, eager_model, first_microbatch
+from piper.api.trial.reproduce import Reproduction
+from piper.api.trial.state import Watch
 from piper.api.trial.untouched import untouched
-from piper.errors import CaptureError, FilterError
+from piper.capture.explain import is_inside
+from piper.errors import CaptureError, FilterError, PiperWarning
 from piper.runtime.batch import Batch
 
 __all__ = ["EagerRun", "Trial"]
@@ -24,16 +31,39 @@ class Trial:
         self._done = False
 
     def before_capture(self) -> EagerRun | None:
-        """Run the first microbatch in plain PyTorch; ``None`` where the model has no values.
+        """Run the first microbatch in plain PyTorch, twice; ``None`` where the model has no values.
+        It costs two steps of a microbatch (more only for a model that draws random numbers outside
+        torch, or that is refused).
 
-        Raises :class:`CaptureError` for what fails there.
+        Raises :class:`CaptureError` for what fails there, a loss that is not finite, and a result
+        that is another one the second time. Warns of attributes that change in every run though
+        nothing depends on them yet, and of random numbers outside torch on which nothing depends.
         """
         self._done = True
         eager = self._eager()
         if eager is None:
             return None
+        watch = Watch(eager.model, eager.loss_fn)
+        before = watch.look()
         with untouched(eager.model):
-            return run_microbatch(eager, self._programs.strategy)
+            try:
+                first, run = first_microbatch(eager, self._programs.strategy, before.restore)
+                again = Reproduction(run, watch)
+                again.require_unwritten(first, before, eager.model)
+                found = again.prove(first, before)
+            finally:
+                before.restore()
+        if found.changing:
+            _warn(
+                f"the forward changes {', '.join(found.changing)} in every call. The captured graph keeps what it was at capture; nothing depended "
+                "on it in two runs, but what does in a later call (a threshold, a schedule) would be wrong. Make it a buffer or an input of the batch"
+            )
+        if found.drawn:
+            _warn(
+                f"the forward draws random numbers from {', '.join(found.drawn)}. Whatever depends on them would be frozen; in several runs nothing "
+                "did. Draw with torch instead"
+            )
+        return first
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
@@ -50,3 +80,11 @@ class Trial:
     def _eager(self) -> EagerModel | None:
         p = self._programs
         return eager_model(p.model, p.loss_fn, self._batch, p.batch_dims, self._seed, p.precision)
+
+
+def _warn(message: str) -> None:
+    """Warn at the line that called piper."""
+    depth, frame = 1, sys._getframe()  # noqa: SLF001 (the documented way to a caller's file)
+    while is_inside(frame.f_code.co_filename) and frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, PiperWarning, stacklevel=depth)

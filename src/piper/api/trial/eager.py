@@ -1,9 +1,10 @@
 """One microbatch in plain PyTorch, before anything is captured: can the model run at all?"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.utils._pytree as pytree
@@ -174,22 +175,25 @@ def eager_model(
     return EagerModel(model, loss_fn, flat, seed, precision)
 
 
-def run_microbatch(eager: EagerModel, strategy: Sequence[Directive]) -> EagerRun:
+def first_microbatch(
+    eager: EagerModel, strategy: Sequence[Directive], afresh: Callable[[], None]
+) -> tuple[EagerRun, Callable[[], EagerRun]]:
     """The first microbatch that *strategy* will make (of those whose loss has a weight, if any
-    has).
+    has), and what runs it again. *afresh* is called between runs.
 
     Raises :class:`CaptureError` for what fails in plain PyTorch, and for a loss that is not finite
     there.
     """
     size = 1 if eager.batch.size is None else eager.batch.size
     rows = likely_rows(strategy, size)
-    run = eager.run(0, rows)
-    first = rows
-    while run.weight == 0 and first + rows <= size:
-        run = eager.run(first, rows)
+    first = 0
+    run = eager.run(first, rows)
+    while run.weight == 0 and first + 2 * rows <= size:
         first += rows
+        afresh()
+        run = eager.run(first, rows)
     _require_finite(run)
-    return run
+    return run, partial(eager.run, first, rows)
 
 
 def _require_finite(run: EagerRun) -> None:

@@ -1,0 +1,73 @@
+"""At which line of the user's code does something change?"""
+
+import linecache
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import TypeAlias
+
+from piper.capture.explain import is_library_file, is_user_file
+
+Trace: TypeAlias = Callable[[FrameType, str, object], object]
+
+
+def line_of_change(run: Callable[[], object], token: Callable[[], object]) -> str:
+    """``file:line (code)`` of the line during which the value of *token* first changes while *run*
+    runs; empty if it does not, or no line of the model does it. The line is the user's own; a
+    library's where the user's code is not running.
+    """
+    finder = _Finder(token)
+    before = sys.gettrace()
+    sys.settrace(finder.called)  # type: ignore[arg-type]  # what it returns is of the same kind
+    try:
+        with suppress(Exception):  # what changed before it is still of interest
+            run()
+    finally:
+        sys.settrace(before)
+    return finder.found
+
+
+class _Finder:
+    """Looks after each line."""
+
+    def __init__(self, token: Callable[[], object]) -> None:
+        self._token = token
+        self._value = token()
+        self._last: tuple[str, int] | None = None
+        self.found = ""
+
+    def called(self, frame: FrameType, event: str, _: object) -> Trace | None:
+        """Trace the frames of the model."""
+        name = frame.f_code.co_filename
+        if self.found or event != "call" or not (is_user_file(name) or is_library_file(name)):
+            return None
+        self._look()
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Trace | None:
+        self._look()
+        if self.found:
+            return None
+        if event == "line":
+            self._last = (frame.f_code.co_filename, frame.f_lineno)
+        elif event == "return":
+            self._last = _caller(frame)
+        return self._line
+
+    def _look(self) -> None:
+        if self.found or self._last is None:
+            return
+        if self._token() != self._value:
+            name, number = self._last
+            self.found = f"{name}:{number} ({linecache.getline(name, number).strip()})"
+
+
+def _caller(frame: FrameType) -> tuple[str, int] | None:
+    outer = frame.f_back
+    while outer is not None:
+        name = outer.f_code.co_filename
+        if is_user_file(name) or is_library_file(name):
+            return name, outer.f_lineno
+        outer = outer.f_back
+    return None
