@@ -9,7 +9,6 @@ from typing import Literal, TypedDict
 
 import torch
 
-from piper.api.capture_check import check_capture
 from piper.api.check_report import CheckReport, StepErrors
 from piper.api.compare import Errors, compare, scalar_error
 from piper.api.compile import compilation
@@ -104,7 +103,7 @@ def check(
     trial.before_capture()
     program = programs.training(fetch(0))
     tensors = model_tensors(model)
-    check_capture(model, programs.loss_fn, program, fetch(0), seed, policy)
+    trial.after_capture(program)
     core = program.captured.dag
     reference = Reference(model, programs.loss_fn, core, tensors, spec, seed, programs.clip, policy)
     whole = reference.loss(fetch(0), 0)

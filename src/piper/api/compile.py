@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 
-from piper.api.capture_check import check_capture
 from piper.api.memory import frame_bytes, make_limits, optimizer_bytes
 from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.trainer import Trainer
@@ -120,7 +119,7 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
         program = programs.training(example)
     weights = init if init is not None else _weights(model)
     if verify_capture and not _on_meta(model):
-        check_capture(model, programs.loss_fn, program, example, seed, policy)
+        trial.after_capture(program)
     return Trainer(
         programs, program, make_backend(backend), weights, spec, seed, compilation(compile)
     )

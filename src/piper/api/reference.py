@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
-from torch.func import functional_call
 
 from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.rows import Rows
 from piper.api.separate_uses import SeparateUses
+from piper.api.swapped import with_tensors
 from piper.capture.batch import as_arguments
 from piper.capture.joint import LossFn, traceable_paths
 from piper.capture.loss import check_weight, read_loss
@@ -103,8 +103,8 @@ class Reference:
         sums: dict[str, torch.Tensor] = {}
         for number, part in enumerate(self._rows.parts(batch, num_microbatches)):
             used = _Parameters(self.state, self._precision)
-            loss, weight = self._forward(part, step, number, used)
-            for name, gradient in used.gradients(loss, seed).items():
+            loss, weight, found = self._run(part, step, number, used, seed)
+            for name, gradient in found.items():
                 sums[name] = sums[name] + gradient if name in sums else gradient
             total_loss += float(loss.detach())
             total_weight += weight
@@ -161,25 +161,38 @@ class Reference:
         saved = {name: buffer.clone() for name, buffer in self.state.buffers.items()}
         with torch.no_grad():
             used = _Parameters(self.state, self._precision)
-            loss, weight = self._forward(batch, step, 0, used)
-        for name, buffer in saved.items():
-            self.state.buffers[name].copy_(buffer)
+            loss, weight, _ = self._run(batch, step, 0, used, None)
+        self.state.buffers.update(saved)
         return float(loss), weight
 
-    def _forward(
-        self, part: Batch, step: int, number: int, used: "_Parameters"
-    ) -> tuple[torch.Tensor, float]:
+    def _run(
+        self, part: Batch, step: int, number: int, used: "_Parameters", seed: float | None
+    ) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+        """Loss, weight and, from *seed* on if given, gradients of a microbatch; writes buffers."""
+        tensors = {**used.under_all_names(self._dag), **self._buffers()}
+
+        def run() -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+            loss, weight = self._forward(part, used)
+            return loss, weight, {} if seed is None else used.gradients(loss, seed)
+
+        with DrawFrom(self._seed, step, number):
+            result = with_tensors(self._model, tensors, run)
+        for name, old in self.state.buffers.items():
+            if tensors[name] is not old:  # `self.buffer = new`
+                self.state.buffers[name] = tensors[name].detach().clone()
+        return result
+
+    def _forward(self, part: Batch, used: "_Parameters") -> tuple[torch.Tensor, float]:
         inputs, targets = part
         args, kwargs = as_arguments(inputs)
-        tensors = {**used.under_all_names(self._dag), **self._buffers()}
         # A policy rounds what each kernel makes: then it must be the kernels that were captured.
         captured = self._precision is not None
         paths = traceable_paths() if captured else nullcontext()
         experts = (capturable_experts if captured else plain_experts)(self._model)
-        with paths, experts, used.separate(), DrawFrom(self._seed, step, number):
+        with paths, experts, used.separate():
             if self._precision is not None:
                 args, kwargs = cast((args, kwargs), self._precision.compute)
-            outputs = functional_call(self._model, tensors, args, kwargs)
+            outputs = self._model(*args, **kwargs)
             if self._precision is not None:
                 outputs = cast(outputs, self._precision.output)
             result = self._loss_fn(outputs, targets)

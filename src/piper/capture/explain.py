@@ -1,9 +1,11 @@
 """Errors of a failed trace in the user's words. Uses private torch."""
 
+import linecache
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -34,6 +36,11 @@ def explained(error: Exception) -> CaptureError:
             f"{where}: a size depends on the data: {error}. Use fixed sizes and masks"
         )
     text = str(error)
+    if "set_ on a graph input" in text:
+        return CaptureError(
+            f"{where}: the forward calls set_ on a parameter or a buffer, which gives it other memory; write a buffer in place instead: "
+            "self.buffer.copy_(new)"
+        )
     if "mutating a non-functional tensor" in text:
         return CaptureError(
             f"{where}: the forward writes a tensor that the model does not register; make it a buffer "
@@ -56,8 +63,37 @@ def user_line(trace: TracebackType | None, default: str = "in the model") -> str
     return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
 
 
+def line_of_call() -> str:
+    """``file:line (code)`` of the innermost frame of the model's code that is running: the user's,
+    else a library's; empty if there is none.
+    """
+    found = model_frame(sys._getframe(1))  # noqa: SLF001 (the documented way to a caller)
+    return "" if found is None else described_line(*found)
+
+
+def model_frame(frame: FrameType | None) -> tuple[str, int] | None:
+    """File and line of the innermost frame from *frame* outwards that is of the model's code: the
+    user's, else a library's. What called piper is not looked at.
+    """
+    library: tuple[str, int] | None = None
+    while frame is not None and not frame.f_code.co_filename.startswith(_API):
+        name = frame.f_code.co_filename
+        if is_user_file(name):
+            return name, frame.f_lineno
+        if library is None and is_library_file(name):
+            library = name, frame.f_lineno
+        frame = frame.f_back
+    return library
+
+
+def described_line(name: str, number: int) -> str:
+    """``file:line (code)``."""
+    return f"{name}:{number} ({linecache.getline(name, number).strip()})"
+
+
 _PIPER = str(Path(__file__).parents[1])
 _MODELS = str(Path(_PIPER, "models"))
+_API = str(Path(_PIPER, "api"))
 
 
 def is_inside(filename: str) -> bool:

@@ -183,8 +183,8 @@ def capture_joint(
     leaves = fake_leaves(fake, batch, rows)
     parameters, buffers = model_states(model)
     compute = None if precision is None else precision.compute
-    with fake_model(model, fake, grad=grad, compute=compute):
-        step = _StepModule(model, loss_fn, batch, precision)
+    with fake_model(model, fake, grad=grad, compute=compute) as rewind:
+        step = _StepModule(model, loss_fn, batch, precision, rewind)
         graph_module = _trace(step, list(leaves.values()), fake)
         weighted = step.weighted
     symbolic = isinstance(rows, torch.SymInt) and not isinstance(dim(rows), int)
@@ -225,10 +225,16 @@ class _StepModule(nn.Module):
     """Model and loss as one module over the tensor leaves of the batch, returning plain scalars."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, batch: Batch, precision: Precision | None
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch: Batch,
+        precision: Precision | None,
+        rewind: Callable[[], None],
     ) -> None:
         super().__init__()
         self.model = model
+        self._rewind = rewind
         self._precision = precision
         # Kept out of the module tree: what a loss module registers is not part of the model.
         self._hidden = (loss_fn, batch)
@@ -238,6 +244,7 @@ class _StepModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> _Step:
         loss_fn, batch = self._hidden
+        self._rewind()
         self.trace.begin()
         buffers = dict(self.model.named_buffers())
         stream = iter(tensors)

@@ -3,9 +3,10 @@ torch.
 """
 # ruff: noqa: SLF001 (private state of modules and tensors has no public accessor)
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -108,11 +109,13 @@ def _refuse_shared_memory(states: Sequence[tuple[torch.Tensor, tuple[str, ...]]]
 @contextmanager
 def fake_model(
     model: nn.Module, fake: FakeTensorMode, *, grad: bool, compute: torch.dtype | None = None
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """Give *model* stand-ins for its parameters and buffers; afterwards restore everything. Those
     for floating-point parameters are of type *compute*, if given.
 
-    Whatever the forward assigns to attributes of a module during the capture is undone too.
+    Whatever the forward assigns to attributes of a module during the capture is undone too: at the
+    end, and when what is given is called. Tracing runs the forward twice; without that the second
+    run would find stand-ins of the first (in a cache that the first one filled, for instance).
     """
     stand_ins = _StandIns(fake, trained=grad, compute=compute)
     modules = list(model.modules())
@@ -122,10 +125,15 @@ def fake_model(
             module._parameters = {k: stand_ins.parameter(p) for k, p in module._parameters.items()}
             module._buffers = {k: stand_ins.buffer(b) for k, b in module._buffers.items()}
         with watched_hooks(modules):
-            yield
+            yield partial(_rewind, [Attributes(module) for module in modules])
     finally:
         for attributes in saved:
             attributes.restore()
+
+
+def _rewind(traced: Sequence["Attributes"]) -> None:
+    for attributes in traced:
+        attributes.rewind()
 
 
 class Attributes:
@@ -141,15 +149,35 @@ class Attributes:
         self._dicts = [(c, dict(c)) for c in containers if isinstance(c, dict)]
         self._lists = [(c, list(c)) for c in containers if isinstance(c, list)]
 
+    def rewind(self) -> None:
+        """Undo every assignment since but those to parameters, buffers and modules, so that the
+        forward begins as it began the first time.
+        """
+        current = vars(self._module)
+        registered = {key: current[key] for key in _REGISTERED}
+        current.clear()
+        current.update(self._attributes)
+        current.update(registered)
+        kept = {id(self._attributes[key]) for key in _REGISTERED}
+        self._refill(kept)
+
     def restore(self) -> None:
         """Undo every assignment since."""
         vars(self._module).clear()
         vars(self._module).update(self._attributes)
+        self._refill(())
+
+    def _refill(self, kept: Container[int]) -> None:
+        """Put back what is in the containers, but in those *kept*."""
         for mapping, items in self._dicts:
-            mapping.clear()
-            mapping.update(items)
+            if id(mapping) not in kept:
+                mapping.clear()
+                mapping.update(items)
         for sequence, values in self._lists:
             sequence[:] = values
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 class _StandIns:

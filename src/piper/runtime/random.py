@@ -180,16 +180,20 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     """Make eager PyTorch draw what a captured step draws for one global microbatch.
 
     Ordinals count the random operator calls inside one ``with`` block, in call order. In-place
-    operators are included. Use it around the forward of one microbatch.
+    operators are included. Use it around the forward of one microbatch, and around its backward:
+    the ordinal of the next call is the seed of torch's default generator, so that a checkpoint,
+    which puts that generator's state back to repeat a forward, repeats its numbers too. Afterwards
+    the default generator is as it was.
     """
 
     def __init__(self, seed: int, step: int, microbatch: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._seed, self._step, self._microbatch = seed, step, microbatch
-        self._ordinal = 0
+        self._before: list[torch.Tensor] = []
 
     def __enter__(self) -> Self:
-        self._ordinal = 0
+        self._before.append(torch.default_generator.get_state())
+        torch.default_generator.manual_seed(0)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return self
 
@@ -200,6 +204,7 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's own
+        torch.default_generator.set_state(self._before.pop())
 
     def __torch_dispatch__(
         self,
@@ -213,8 +218,9 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         kwargs = kwargs or {}
         if not is_random(func):
             return func(*args, **kwargs)
-        seed = stream_seed(self._seed, self._step, self._microbatch, self._ordinal)
-        self._ordinal += 1
+        ordinal = torch.default_generator.initial_seed()
+        torch.default_generator.manual_seed(ordinal + 1)
+        seed = stream_seed(self._seed, self._step, self._microbatch, ordinal)
         return draw(func)(_generator(_device_of(args, kwargs), seed), *args, **kwargs)
 
 

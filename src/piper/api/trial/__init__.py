@@ -10,10 +10,13 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
-from piper.api.programs import Programs
+from piper.api.programs import Program, Programs
 from piper.api.trial.eager import EagerModel, EagerRun, eager_model, first_microbatch
-from piper.api.trial.reproduce import Reproduction
+from piper.api.trial.graph import GraphCheck
+from piper.api.trial.parting import first_parting
+from piper.api.trial.reproduce import Reproduction, line_of_tensor
 from piper.api.trial.state import Watch
 from piper.api.trial.untouched import untouched
 from piper.capture.explain import is_inside
@@ -64,6 +67,45 @@ class Trial:
                 "did. Draw with torch instead"
             )
         return first
+
+    def after_capture(self, program: Program) -> None:
+        """Run the first microbatch of *program*'s graph on one device and in plain PyTorch, and
+        compare. It costs a step of each.
+
+        Raises :class:`CaptureError` naming what differs by more than rounding and where the two
+        part, or the buffer and the line that writes it in a way that tracing does not follow.
+        """
+        eager = self._eager()
+        if eager is None:
+            return
+        before = Watch(eager.model, eager.loss_fn).look()
+        with untouched(eager.model):
+            try:
+                self._compare(GraphCheck(self._programs, program, self._batch, self._seed), eager)
+            finally:
+                before.restore()
+
+    def _compare(self, check: GraphCheck, eager: EagerModel) -> None:
+        mismatch = check.compare()
+        if mismatch is None:
+            return
+        run = partial(eager.run, 0, check.dag.batch_size)
+        if mismatch.only_buffers:
+            name = max(mismatch.buffers, key=lambda n: mismatch.buffers[n])
+            raise CaptureError(
+                f"{line_of_tensor(run, eager.model, name)}the forward writes buffer {name!r} in a way that tracing does not follow (.data =, "
+                "swap_tensors, numpy, exchanging two buffers): it would keep another value than in plain PyTorch. Write it in place: "
+                "self.buffer.copy_(new)"
+            )
+        parting = first_parting(check, self._seed, run)
+        found, expected = mismatch.found.loss, mismatch.expected.loss
+        raise CaptureError(
+            f"the captured graph does not compute what the model computes: loss {found!r} against {expected!r} in plain PyTorch, which "
+            f"computes the same twice; {parting or 'the forwards make the same, so it is the backward'}. Largest relative errors (allowed "
+            f"{mismatch.allowed:.0e}):\n{mismatch.table()}\n"
+            "If the model asks whether it is being traced or compiled, or computes with detours around autograd, write it plainly; else this is a "
+            "bug of piper. verify_capture=False skips this check"
+        )
 
     @contextmanager
     def blaming(self) -> Iterator[None]:

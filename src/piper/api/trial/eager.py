@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.func import functional_call
 
+from piper.api.swapped import with_tensors
 from piper.api.trial.rows import likely_rows
 from piper.capture import check_loss_fn
 from piper.capture.batch import Batch as FlatBatch
@@ -18,6 +18,7 @@ from piper.capture.batch import as_arguments, flatten_batch
 from piper.capture.explain import user_line
 from piper.capture.hooks import refuse_parameter_hooks
 from piper.capture.joint import LossFn
+from piper.capture.loss import Loss, check_weight, read_loss
 from piper.capture.precision import Precision, cast, check_model, is_cast
 from piper.capture.states import model_states
 from piper.directives.base import Directive
@@ -33,8 +34,7 @@ class EagerRun:
 
     ``batch`` is the microbatch of ``rows`` rows (``None``: no tensor is split). ``outputs`` are the
     model's, as the loss function was given them, and ``result`` is what it returned; both are
-    detached. ``loss`` is the mean that the result stands for, ``None`` for a result that is neither
-    a scalar nor a pair (capture refuses it), NaN for one whose weight is 0. ``gradients`` of the
+    detached. ``loss`` is the mean that the result stands for, NaN where its weight is 0. ``gradients`` of the
     result (of a pair: of the sum), ``parameters`` and ``buffers`` as they are afterwards: by every
     name.
     """
@@ -43,7 +43,7 @@ class EagerRun:
     rows: int | None
     outputs: object
     result: object
-    loss: float | None
+    loss: float
     weight: float
     gradients: Mapping[str, torch.Tensor]
     parameters: Mapping[str, torch.Tensor]
@@ -69,41 +69,54 @@ class EagerModel:
     seed: int
     precision: Precision | None = None
 
-    def run(self, first_row: int, rows: int) -> EagerRun:
+    def run(
+        self, first_row: int, rows: int, around: AbstractContextManager[object] | None = None
+    ) -> EagerRun:
         """Forward, loss and backward of the rows of the batch from *first_row* on.
 
-        Random operators draw what a captured step draws in the first microbatch. Raises
+        *around* is entered around the model and the loss. Random operators draw what a captured step draws in the first microbatch. Raises
         :class:`CaptureError` with PyTorch's own error, the user's line, and whether it is the model
         that fails, the loss or the backward.
         """
         part = self._take(first_row, rows)
         tensors = self._copies()
-        with torch.inference_mode(mode=False), torch.enable_grad(), DrawFrom(self.seed, 0, 0):
-            outputs = self._forward(part, tensors)
-            with self._failing("the loss", outputs=outputs, targets=part[1]):
-                result = self.loss_fn(outputs, part[1])
-            total, weight = _loss(result)
-            if total is not None and total.requires_grad:
+        own = dict(tensors)
+
+        def run() -> tuple[object, object, Loss]:
+            with around or nullcontext():
+                outputs = self._forward(part)
+                with self._failing("the loss", outputs=outputs, targets=part[1]):
+                    result = self.loss_fn(outputs, part[1])
+            loss = read_loss(result)
+            if loss.value.requires_grad:
                 with self._failing("the backward", inputs=part[0]):
-                    total.backward()  # type: ignore[no-untyped-call]  # torch's own
+                    loss.value.backward()  # type: ignore[no-untyped-call]  # torch's own
+            return outputs, result, loss
+
+        with torch.inference_mode(mode=False), torch.enable_grad(), DrawFrom(self.seed, 0, 0):
+            outputs, result, loss = with_tensors(self.model, tensors, run)
+        weight = 1.0 if loss.weight is None else float(loss.weight)
+        check_weight(weight)
         return EagerRun(
             batch=part,
             rows=None if self.batch.size is None else rows,
             outputs=_detached(outputs),
             result=_detached(result),
-            loss=None if total is None else _mean(float(total.detach()), weight),
+            loss=_mean(float(loss.value.detach()), weight),
             weight=weight,
-            gradients={n: t.grad for n, t in tensors.items() if t.grad is not None},
-            parameters={n: t.detach() for n, t in tensors.items() if isinstance(t, nn.Parameter)},
-            buffers={n: t for n, t in tensors.items() if not isinstance(t, nn.Parameter)},
+            gradients={n: t.grad for n, t in own.items() if t.grad is not None},
+            parameters={n: t.detach() for n, t in own.items() if isinstance(t, nn.Parameter)},
+            buffers={
+                n: tensors[n].detach() for n, t in own.items() if not isinstance(t, nn.Parameter)
+            },
         )
 
-    def _forward(self, part: Batch, tensors: Mapping[str, torch.Tensor]) -> object:
+    def _forward(self, part: Batch) -> object:
         args, kwargs = as_arguments(part[0])
         if self.precision is not None:
             args, kwargs = cast((args, kwargs), self.precision.compute)
         with plain_experts(self.model), self._failing("the model", inputs=part[0]):
-            outputs: object = functional_call(self.model, dict(tensors), args, kwargs)
+            outputs: object = self.model(*args, **kwargs)
         return outputs if self.precision is None else cast(outputs, self.precision.output)
 
     def _take(self, first: int, rows: int) -> Batch:
@@ -197,7 +210,7 @@ def first_microbatch(
 
 
 def _require_finite(run: EagerRun) -> None:
-    if run.loss is None or run.weight == 0 or math.isfinite(run.loss):
+    if run.weight == 0 or math.isfinite(run.loss):
         return
     inputs, targets = run.batch
     raise CaptureError(
@@ -214,21 +227,6 @@ def _finite(outputs: object) -> str:
         if isinstance(t, torch.Tensor) and t.is_floating_point()
     ]
     return "all finite" if all(bool(torch.isfinite(t).all()) for t in tensors) else "not finite"
-
-
-def _loss(result: object) -> tuple[torch.Tensor | None, float]:
-    """Loss (sum) and weight, if *result* has one of the two forms."""
-    if isinstance(result, torch.Tensor):
-        return (result, 1.0) if result.dim() == 0 and result.is_floating_point() else (None, 1.0)
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        return None, 1.0
-    total, weight = result
-    known = isinstance(weight, (int, float)) or (
-        isinstance(weight, torch.Tensor) and weight.dim() == 0 and not weight.is_complex()
-    )
-    if not known or _loss(total)[0] is None or not isinstance(total, torch.Tensor):
-        return None, 1.0
-    return total, float(weight)
 
 
 def _mean(total: float, weight: float) -> float:

@@ -1,13 +1,12 @@
 """At which line of the user's code does something change?"""
 
-import linecache
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import TypeAlias
 
-from piper.capture.explain import is_library_file, is_user_file
+from piper.capture.explain import described_line, is_library_file, is_user_file, model_frame
 
 Trace: TypeAlias = Callable[[FrameType, str, object], object]
 
@@ -52,22 +51,11 @@ class _Finder:
         if event == "line":
             self._last = (frame.f_code.co_filename, frame.f_lineno)
         elif event == "return":
-            self._last = _caller(frame)
+            self._last = model_frame(frame.f_back)
         return self._line
 
     def _look(self) -> None:
         if self.found or self._last is None:
             return
         if self._token() != self._value:
-            name, number = self._last
-            self.found = f"{name}:{number} ({linecache.getline(name, number).strip()})"
-
-
-def _caller(frame: FrameType) -> tuple[str, int] | None:
-    outer = frame.f_back
-    while outer is not None:
-        name = outer.f_code.co_filename
-        if is_user_file(name) or is_library_file(name):
-            return name, outer.f_lineno
-        outer = outer.f_back
-    return None
+            self.found = described_line(*self._last)

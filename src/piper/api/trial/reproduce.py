@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from piper.api.compare import compare, scalar_error
+from piper.api.compare import compare
 from piper.api.trial.eager import EagerRun
 from piper.api.trial.lines import line_of_change
 from piper.api.trial.state import Kind, State, Watch, tensor_digest
@@ -103,25 +103,11 @@ class Reproduction:
             if torch.equal(found, parameter.detach().to(found.dtype)):
                 continue
             before.restore()
-            where = self._line(model, name)
+            where = line_of_tensor(self._run, model, name)
             raise CaptureError(
                 f"{where}the forward writes parameter {name!r}; only the optimizer may. Make it a buffer, or compute the changed weight without "
                 "writing it back"
             )
-
-    def _line(self, model: nn.Module, name: str) -> str:
-        """At which line parameter or buffer *name* changes, with a colon; empty if no line shows
-        it.
-        """
-        path, _, own = name.rpartition(".")
-        module = model.get_submodule(path)
-
-        def token() -> object:
-            tensor = module._parameters.get(own, module._buffers.get(own))  # noqa: SLF001
-            return None if tensor is None else tensor_digest(tensor)
-
-        found = line_of_change(self._run, token)
-        return f"{found}: " if found else ""
 
     def _raise(self, before: State, between: State, name: str, what: str) -> None:
         before.restore()
@@ -151,17 +137,27 @@ class Reproduction:
                 self._raise(before, before, name, what)
 
 
+def line_of_tensor(run: Callable[[], object], model: nn.Module, name: str) -> str:
+    """At which line of *run* parameter or buffer *name* of *model* changes, with a colon; empty if no
+    line shows it.
+    """
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+
+    def token() -> object:
+        tensor = module._parameters.get(own, module._buffers.get(own))  # noqa: SLF001
+        return None if tensor is None else tensor_digest(tensor)
+
+    found = line_of_change(run, token)
+    return f"{found}: " if found else ""
+
+
 def difference(one: EagerRun, two: EagerRun) -> str | None:
     """What of *two* differs from *one* by more than rounding, in words."""
     outputs = _tensors(one.outputs), _tensors(two.outputs)
     if _differ(*outputs) is not None:
         return "the outputs"
-    if (one.loss is None) is not (two.loss is None) or (
-        one.loss is not None
-        and two.loss is not None
-        and one.loss == one.loss
-        and scalar_error(two.loss, one.loss) > _allowed(outputs[0].values())
-    ):
+    if _differ({"": torch.tensor(one.loss)}, {"": torch.tensor(two.loss)}) is not None:
         return "the loss"
     for what, a, b in (
         ("the gradient of {}", one.gradients, two.gradients),
@@ -217,19 +213,17 @@ def _extremes(
         version, _, gauss = random.Random(0).getstate()  # noqa: S311 (only its form)
         for word in (0, _UNTEMPERED):
             words = (*_ordinary(), *[word] * _EXTREME)
-            state = (version, (*words, _TWISTER - _EXTREME), gauss)
-            yield partial(generator.setstate, state)
+            yield partial(generator.setstate, (version, (*words, _TWISTER - _EXTREME), gauss))
         for seed in range(2):
             yield partial(generator.seed, seed)
     elif isinstance(generator, np.random.RandomState):
-        for state in _twisters():
-            yield partial(generator.set_state, state)
+        for bits in _twisters():
+            state = bits.state
+            yield partial(generator.set_state, {**state, "has_gauss": 0, "gauss": 0.0})
         for seed in range(2):
             yield partial(generator.seed, seed)
     elif isinstance(generator, np.random.Generator):
-        for state in _twisters():
-            bits = np.random.MT19937()
-            bits.state = state
+        for bits in _twisters():
             yield partial(replace, np.random.Generator(bits))
         for seed in range(4):
             fresh = type(generator.bit_generator)(seed).state
@@ -251,12 +245,16 @@ _UNTEMPERED = 0x12DD9BB3
 """The word of the state that is shown as all ones."""
 
 
-def _twisters() -> Iterator[dict[str, object]]:
-    """Extreme states of numpy's twister."""
+def _twisters() -> Iterator[np.random.MT19937]:
+    """Numpy's twister in extreme states."""
     for word in (0, _UNTEMPERED):
+        bits = np.random.MT19937()
         key = np.array([*_ordinary(), *[word] * _EXTREME], dtype=np.uint32)
-        state = {"key": key, "pos": _TWISTER - _EXTREME}
-        yield {"bit_generator": "MT19937", "state": state, "has_gauss": 0, "gauss": 0.0}
+        bits.state = {
+            "bit_generator": "MT19937",
+            "state": {"key": key, "pos": _TWISTER - _EXTREME},
+        }
+        yield bits
 
 
 def _ordinary() -> tuple[int, ...]:

@@ -211,8 +211,8 @@ class _GlobalRandom(MutableMapping[str, object]):
 
     def __getitem__(self, key: str) -> object:
         if key == self._KEYS[0]:
-            return random._inst  # type: ignore[attr-defined]  # noqa: SLF001 (what random.random is a method of)
-        return np.random.mtrand._rand  # type: ignore[attr-defined]  # noqa: SLF001
+            return random._inst  # noqa: SLF001 (what random.random is a method of)
+        return np.random.mtrand._rand  # noqa: SLF001
 
     def __setitem__(self, key: str, value: object) -> None:
         raise AssertionError("the generators are put back, not replaced")
@@ -398,7 +398,7 @@ class _Walk:
         elif _is_object(value):
             self._attributes(value, depth)
 
-    def _array(self, value: torch.Tensor | np.ndarray) -> None:  # type: ignore[type-arg]
+    def _array(self, value: torch.Tensor | np.ndarray) -> None:
         if isinstance(value, np.ndarray):
             kept = value.copy()
             self._tokens.append((value.dtype.str, value.shape, _digest(value.tobytes())))
@@ -417,7 +417,7 @@ class _Walk:
         elif isinstance(value, torch.Generator):
             seeds = value.get_state()
             self._tokens.append(tensor_digest(seeds))
-            self._undo.append(partial(value.set_state, seeds))
+            self._undo.append(partial(_set_state, value, seeds))
         elif isinstance(value, np.random.Generator):
             found = value.bit_generator.state
             self._tokens.append(repr(found))
@@ -483,6 +483,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
 
 
 def _put_back(tensor: torch.Tensor, kept: torch.Tensor) -> None:
