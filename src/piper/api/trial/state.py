@@ -165,7 +165,8 @@ class Watch:
             space = vars(module)
             yield space, {k: f"{prefix}{k}" for k in space if k not in _OF_MODULES}
         classes = dict.fromkeys(c for m in self._model.modules() for c in type(m).__mro__)
-        functions: list[FunctionType] = []
+        held = (v for m in self._model.modules() for v in vars(m).values())
+        functions = [f for f in map(_function, held) if f is not None]
         for cls in classes:
             if not _is_users(cls):
                 continue
