@@ -9,11 +9,10 @@ from piper.directives.place import Place
 from piper.directives.recompute import Recompute
 from piper.directives.split import Split
 from piper.errors import PlanError, expect, nearest
-from piper.ids import DeviceId, NodeId
+from piper.ids import DeviceId, EventId, NodeId
 from piper.ir.dag import Chunk, Comm, Dag, Node
 from piper.ir.select import Selector
 from piper.ops.base import Instruction
-from piper.ops.wait import Wait
 from piper.plan.model import Plan
 from piper.simulate import simulate
 from piper.simulate.timeline import FORWARDS, Box, Timeline, time_text
@@ -102,7 +101,7 @@ class _Explainer:
         yield from self._before(node)
         for device in dict.fromkeys(node.participants):
             for position, instruction in enumerate(self.plan.devices[device].instructions):
-                if instruction.node == node.id and not isinstance(instruction, Wait):
+                if instruction.node == node.id and instruction.awaits() is None:
                     yield from self._when(device, position, instruction)
 
     def _what(self, node: Node) -> str:
@@ -262,21 +261,21 @@ class _Explainer:
         before = [i for i in range(position) if instructions[i].stream == instruction.stream]
         for index in reversed(before):
             other = instructions[index]
-            if not isinstance(other, Wait):
+            if (event := other.awaits()) is None:
                 yield f"  behind #{index} {other.describe()} on the same stream"
                 break
-            yield from self._awaits(instructions, other)
-        if isinstance(instruction, Wait):
-            yield from self._awaits(instructions, instruction)
+            yield from self._awaits(instructions, event)
+        if (event := instruction.awaits()) is not None:
+            yield from self._awaits(instructions, event)
         box = self.boxes.get((DeviceId(device), position))
         if box is not None:
             yield f"  from {self._time(box.start)} to {self._time(box.end)}; {self._waited(box)}"
         if (node := self.dag.nodes.get(instruction.node)) is not None:
             yield from self.node(node)
 
-    def _awaits(self, instructions: Sequence[Instruction], wait: Wait) -> Iterator[str]:
+    def _awaits(self, instructions: Sequence[Instruction], event: EventId) -> Iterator[str]:
         for index, other in enumerate(instructions):
-            if other.record == wait.event:
+            if other.record == event:
                 yield f"  waits for #{index} {other.describe()} on stream {other.stream!r}"
 
 

@@ -8,8 +8,6 @@ import torch
 
 from piper.errors import StateError
 from piper.ir.dag import Role
-from piper.ops.update import OptimizerStep
-from piper.ops.write_buffer import WriteBuffer
 from piper.plan.model import DevicePlan, Plan
 
 _PARAMETERS = (Role.PARAMETER, Role.SHARD)
@@ -47,8 +45,8 @@ def holdings_of(plan: Plan, constants: frozenset[str]) -> Holdings:
     # A buffer that the step writes is current where it is written.
     for rank, mine in enumerate(devices):
         for instruction in mine.instructions:
-            if isinstance(instruction, WriteBuffer):
-                owner.setdefault((instruction.name, None), rank)
+            for name in instruction.stores():
+                owner.setdefault((name, None), rank)
     for rank, names in enumerate(held):
         for name in names:
             owner.setdefault((name, forms[rank].get(name)), rank)
@@ -121,11 +119,8 @@ def refuse_stale_copies(plan: Plan, holdings: Holdings) -> None:
     written: dict[str, set[int]] = {}
     for mine in plan.devices:
         for instruction in mine.instructions:
-            if isinstance(instruction, OptimizerStep):
-                names: tuple[str, ...] = instruction.names
-            else:
-                names = (instruction.name,) if isinstance(instruction, WriteBuffer) else ()
-            for name in names:
+            updated = (name for name, _ in instruction.updates())
+            for name in (*updated, *instruction.stores()):
                 written.setdefault(name, set()).add(mine.device)
     for name, devices in written.items():
         holders = {device for device, names in enumerate(holdings.names) if name in names}

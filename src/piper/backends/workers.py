@@ -28,7 +28,6 @@ from piper.errors import (
     RunError,
     StateError,
 )
-from piper.ops.load_input import LoadInput
 from piper.plan.model import DevicePlan, Plan
 from piper.runtime.batch import Batch, Data, FixedBatches, Signature, signature
 from piper.runtime.checkpoint.reader import Checkpoint
@@ -340,7 +339,7 @@ def _common(plan: Plan) -> Plan:
 
 
 def _loads_inputs(mine: DevicePlan) -> bool:
-    return any(isinstance(i, LoadInput) for i in mine.instructions)
+    return any(i.loads() is not None for i in mine.instructions)
 
 
 def _as_run(result: object) -> WorkerRun:

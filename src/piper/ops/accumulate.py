@@ -1,9 +1,11 @@
 """Sum contributions: to a parameter's gradient, or to the weight of a weighted loss."""
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from piper.ids import Slot
 from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
+from piper.ops.storage import Storages
 
 
 @work
@@ -13,6 +15,8 @@ class Sum(Work, frozen=True):
     Lowered to one :class:`Accumulate` per contribution after the first, right after the chunk that
     made it.
     """
+
+    instant: ClassVar[bool] = True
 
 
 @instruction
@@ -37,6 +41,14 @@ class Accumulate(Instruction, frozen=True, kw_only=True):
 
     def frees(self) -> tuple[Slot, ...]:
         return self.moved
+
+    def place(self, memory: Storages) -> None:
+        for total, left in zip(self.totals, self.left, strict=True):
+            if left in self.moved:
+                memory.fill(total, memory.of(left))
+                memory.empty(left)
+            else:
+                memory.make(total)
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
         return self.bind_last(runtime, frozenset(), {})

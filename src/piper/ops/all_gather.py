@@ -21,6 +21,7 @@ from piper.ops.base import (
     work,
 )
 from piper.ops.bucket import BucketCollective, Collect
+from piper.ops.storage import Flight, Storages
 
 
 @work
@@ -57,11 +58,32 @@ class Refresh(Work, frozen=True):
         return RefreshBucket.at(site)
 
 
+class _Gather(BucketCollective, frozen=True, kw_only=True):
+    """An all-gather of slices: they are put into one message; the flat result has them all."""
+
+    def _lengths(self) -> list[int]:
+        """Bytes of the slices of each tensor."""
+        count = len(self.members)
+        return [shard_length(m.shape, count) * m.dtype.itemsize for m in self.messages]
+
+    def fly(self, memory: Storages) -> Flight:
+        nbytes = sum(self._lengths())
+        return Flight((memory.new(nbytes), memory.new(nbytes * len(self.members))))
+
+
 @instruction
-class AllGatherBucket(BucketCollective, frozen=True, kw_only=True):
+class AllGatherBucket(_Gather, frozen=True, kw_only=True):
     """Make whole tensors of the members' slices."""
 
     role: ClassVar[str] = "all_gather"
+
+    def fly(self, memory: Storages) -> Flight:
+        """The tensors are copied out of the flat result, unless there is but one."""
+        flight, lengths, count = super().fly(memory), self._lengths(), len(self.members)
+        alone = sum(length > 0 for length in lengths) == 1
+        _, whole = flight.keeps
+        made = [whole if alone and n else memory.new(n * count) for n in lengths]
+        return flight._replace(fills=tuple(zip(self.outputs, made, strict=True)))
 
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
@@ -70,7 +92,7 @@ class AllGatherBucket(BucketCollective, frozen=True, kw_only=True):
 
 
 @instruction
-class RefreshBucket(BucketCollective, frozen=True, kw_only=True):
+class RefreshBucket(_Gather, frozen=True, kw_only=True):
     """Make whole tensors of the members' slices, and store them in the parameters (``outputs``)."""
 
     role: ClassVar[str] = "refresh"

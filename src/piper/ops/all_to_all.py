@@ -23,6 +23,7 @@ from piper.ops.base import (
     work,
 )
 from piper.ops.bucket import BucketCollective, Collect
+from piper.ops.storage import Flight, Storages
 
 
 class Ends(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -129,6 +130,21 @@ class _ExchangeInstruction(BucketCollective, frozen=True, kw_only=True):
             senders, receivers = receivers, senders
         return replace(meeting, busiest=meeting.nbytes * max(senders, receivers) // senders)
 
+    def fly(self, memory: Storages) -> Flight:
+        """A copy of what is sent, what is received, and the results, which are made of it."""
+        sent, received = (memory.new(nbytes) for nbytes in self._exchanged(memory))
+        made = tuple((slot, memory.new(memory.nbytes(slot))) for slot in self.outputs)
+        return Flight((sent, received), made)
+
+    def _exchanged(self, memory: Storages) -> tuple[int, int]:
+        """At most the bytes that the member sends and receives."""
+        if self.ends is None:
+            return self.messages[0].nbytes, self.messages[0].nbytes
+        position = self.members.index(memory.device)
+        senders = self.ends.holders if self.back else self.ends.sources
+        sent = memory.nbytes(self.inputs[0]) if position in senders else 0
+        return sent, memory.nbytes(self.outputs[0]) if self.outputs else 0
+
     def swap(
         self,
         communicator: Communicator,
@@ -161,6 +177,18 @@ class ExchangeExperts(_ExchangeInstruction, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
     expert_dim: int
     token_dim: int
+
+    def fly(self, memory: Storages) -> Flight:
+        """Where all members do both: a copy of what is sent; what is received, which is the result,
+        or is put together with the device's own part of the copy.
+        """
+        if self.ends is not None:
+            return super().fly(memory)
+        nbytes, count = self.messages[0].nbytes, len(self.members)
+        (slot,), (_, joined) = self.outputs, self.dims
+        sent, result = memory.new(nbytes), memory.new(nbytes)
+        received = result if joined == 0 else memory.new(nbytes // count * (count - 1))
+        return Flight((sent, received), ((slot, result),))
 
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
@@ -243,6 +271,14 @@ class ExchangeCounts(_ExchangeInstruction, frozen=True, kw_only=True):
 
     role: ClassVar[str] = "all_to_all_counts"
 
+    def fly(self, memory: Storages) -> Flight:
+        """The matrix is what was received."""
+        flight = super().fly(memory)
+        if not flight.fills:
+            return flight
+        (matrix, _), *rest = flight.fills
+        return flight._replace(fills=((matrix, flight.keeps[1]), *rest))
+
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]
     ) -> tuple[Handle, Collect]:
@@ -278,6 +314,15 @@ class ExchangeRows(_ExchangeInstruction, frozen=True, kw_only=True):
     role: ClassVar[str] = "all_to_all_rows"
 
     complete: bool = False
+
+    def _exchanged(self, memory: Storages) -> tuple[int, int]:
+        """How many rows are sent and received depends on the data: at most as many as the larger
+        side has room for.
+        """
+        if self.ends is not None:
+            return super()._exchanged(memory)
+        largest = max(self.messages[0].nbytes, memory.nbytes(self.inputs[0]))
+        return largest, largest
 
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]

@@ -22,6 +22,7 @@ import msgspec
 from piper.dtypes import DType
 from piper.errors import PlanError
 from piper.ids import BodyId, DeviceId, EventId, NodeId, Slot, Stream
+from piper.ops.storage import Flight, Storages
 from piper.registry import Registry, snake_case
 
 CommunicatorId: TypeAlias = str
@@ -362,6 +363,10 @@ class Work(
     name.
     """
 
+    # Whether the planner takes it to be done with the last of its inputs, in no time of its own: so
+    # that what it makes can be reduced before the next chunk starts.
+    instant: ClassVar[bool] = False
+
     @property
     def kind(self) -> str:
         """The registered name, for instance ``all_reduce``."""
@@ -517,6 +522,40 @@ class Instruction(
     def rendezvous(self) -> Rendezvous | None:
         """How it meets its peers; ``None`` for local work."""
         return None
+
+    def awaits(self) -> EventId | None:
+        """The event before which its stream does not go on, if all it does is wait for one."""
+        return None
+
+    def loads(self) -> int | None:
+        """The batch leaf of which it takes rows, if it does."""
+        return None
+
+    def updates(self) -> tuple[tuple[str, Slot], ...]:
+        """Parameters that it lets the optimizer update, by name, and their slots."""
+        return ()
+
+    def stores(self) -> tuple[str, ...]:
+        """Buffers of the model that it overwrites, by name."""
+        return ()
+
+    def place(self, memory: Storages) -> None:
+        """Take and give up memory, as work does that is complete when its stream gets past it:
+        what it writes is new.
+        """
+        for slot in self.writes():
+            memory.make(slot)
+        for slot in self.frees():
+            memory.empty(slot)
+
+    def fly(self, memory: Storages) -> Flight:
+        """What communication keeps from when it is issued until it is complete: by default one flat
+        message, which its results are views of.
+        """
+        meeting = self.rendezvous()
+        messages = () if meeting is None else meeting.messages
+        flat = memory.new(sum(message.nbytes for message in messages))
+        return Flight((flat,), tuple((slot, flat) for slot in self.writes()))
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None] | None:
         """Code that issues it, closed over *runtime*; ``None`` when there is nothing to do on this

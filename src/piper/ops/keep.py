@@ -1,6 +1,7 @@
 """Gradients that are kept from one step to a later one, which updates parameters from the sum."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from piper.ids import Slot
 from piper.ops.base import (
@@ -20,6 +21,8 @@ class _Kept(LocalWork, frozen=True):
     """Inputs: one gradient per name, as far as the device has summed it itself; then, if
     ``scaled``, the scalar that all are divided by; then what is kept of each.
     """
+
+    instant: ClassVar[bool] = True
 
     parameters: tuple[str, ...]
     scaled: bool = False

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from piper.ids import Slot
 from piper.ops.base import Handle, Instruction, Message, Runtime, instruction
+from piper.ops.storage import Storages
 
 
 @instruction
@@ -17,6 +18,16 @@ class LoadInput(Instruction, frozen=True, kw_only=True):
 
     def writes(self) -> tuple[Slot, ...]:
         return (self.slot,)
+
+    def loads(self) -> int:
+        return self.leaf
+
+    def place(self, memory: Storages) -> None:
+        """Nothing but a view of the batch is needed where that is cut along the first dimension, or
+        not at all.
+        """
+        nbytes = 0 if memory.is_view(self.leaf) else self.message.nbytes
+        memory.fill(self.slot, memory.new(nbytes))
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
         slots, context = runtime.slots, runtime.context

@@ -16,6 +16,7 @@ from piper.ops.base import (
     instruction,
     work,
 )
+from piper.ops.storage import Flight, Storage, Storages
 
 
 class _Copy(Work, frozen=True):
@@ -105,11 +106,27 @@ class _HostCopy(Instruction, frozen=True, kw_only=True):
         return f"{self.op} {outputs} = {', '.join(f'%{slot}' for slot in self.inputs)}"
 
 
+def _copied(
+    memory: Storages, inputs: Sequence[Slot], outputs: Sequence[Slot]
+) -> tuple[Storage, ...]:
+    """Put *outputs* in copies of the memory that *inputs* are in, each copied once; that memory."""
+    copies: dict[int, tuple[Storage, Storage]] = {}
+    for source, target in zip(inputs, outputs, strict=True):
+        storage = memory.of(source)
+        _, copy = copies.setdefault(id(storage), (storage, memory.new(storage.nbytes)))
+        memory.fill(target, copy)
+    return tuple(storage for storage, _ in copies.values())
+
+
 @instruction
 class CopyToHost(_HostCopy, frozen=True, kw_only=True):
     """Copy tensors into host memory; complete when they are there and the tensors may be given
     up.
     """
+
+    def fly(self, memory: Storages) -> Flight:
+        _copied(memory, self.inputs, self.outputs)
+        return Flight(())
 
     def start(self, runtime: Runtime, tensors: list[Tensor]) -> tuple[Sequence[Tensor], Handle]:
         return runtime.device.to_host(tensors, self.stream)
@@ -120,6 +137,10 @@ class CopyFromHost(_HostCopy, frozen=True, kw_only=True):
     """Copy tensors back from host memory; complete when they are on the device and the host's
     copies may be given up.
     """
+
+    def fly(self, memory: Storages) -> Flight:
+        kept = _copied(memory, self.inputs, self.outputs)
+        return Flight(kept, in_host_memory=True)
 
     def start(self, runtime: Runtime, tensors: list[Tensor]) -> tuple[Sequence[Tensor], Handle]:
         return runtime.device.from_host(tensors, self.stream)

@@ -19,6 +19,7 @@ from piper.ops.base import (
     instruction,
     work,
 )
+from piper.ops.storage import Flight, Storages
 
 
 @work
@@ -89,6 +90,9 @@ class Send(_Message, frozen=True, kw_only=True):
     def rendezvous(self) -> Rendezvous:
         return self._rendezvous("send")
 
+    def fly(self, memory: Storages) -> Flight:
+        return Flight((memory.frame(self.message.nbytes),), is_send=True)
+
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
         slots, slot = runtime.slots, self.slot
         communicator = runtime.communicator(self.communicator)
@@ -113,6 +117,11 @@ class PostReceive(_Message, frozen=True, kw_only=True):
 
     def rendezvous(self) -> Rendezvous:
         return self._rendezvous("receive")
+
+    def fly(self, memory: Storages) -> Flight:
+        frame = memory.frame(self.message.nbytes)
+        memory.fill(self.slot, frame)
+        return Flight((frame,))
 
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
         slots, slot, message = runtime.slots, self.slot, self.message

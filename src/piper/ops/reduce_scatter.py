@@ -16,6 +16,7 @@ from piper.ops.base import (
     work,
 )
 from piper.ops.bucket import BucketCollective, Collect
+from piper.ops.storage import Flight, Storages
 
 
 @work
@@ -36,6 +37,12 @@ class ReduceScatterBucket(BucketCollective, frozen=True, kw_only=True):
     """Sum a bucket over the members, each of which keeps its slice of every tensor."""
 
     role: ClassVar[str] = "reduce_scatter"
+
+    def fly(self, memory: Storages) -> Flight:
+        nbytes = sum(message.nbytes for message in self.messages)
+        mine = memory.new(nbytes)
+        fills = tuple((slot, mine) for slot in self.outputs)
+        return Flight((memory.new(nbytes * len(self.members)), mine), fills)
 
     def start(
         self, device: Device, communicator: Communicator, tensors: Sequence[Tensor]

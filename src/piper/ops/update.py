@@ -54,6 +54,9 @@ class OptimizerStep(Instruction, frozen=True, kw_only=True):
     def writes(self) -> tuple[Slot, ...]:
         return self.parameters
 
+    def updates(self) -> tuple[tuple[str, Slot], ...]:
+        return tuple(zip(self.names, self.parameters, strict=True))
+
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
         slots, state = runtime.slots, runtime.state
         pairs = tuple(zip(self.names, self.gradients, strict=True))

@@ -12,6 +12,9 @@ class Wait(Instruction, frozen=True, kw_only=True):
 
     event: EventId
 
+    def awaits(self) -> EventId:
+        return self.event
+
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None] | None:
         return runtime.device.waiter(self.stream, self.event)
 

@@ -36,6 +36,9 @@ class WriteBuffer(Instruction, frozen=True, kw_only=True):
     def writes(self) -> tuple[Slot, ...]:
         return (self.buffer,)
 
+    def stores(self) -> tuple[str, ...]:
+        return (self.name,)
+
     def bind(self, runtime: Runtime) -> Callable[[], Handle | None]:
         slots, state = runtime.slots, runtime.state
         name, value, replicas = self.name, self.value, self.replicas

@@ -18,8 +18,6 @@ from typing import TypeAlias
 from piper.ids import DeviceId, NodeId
 from piper.ir.check import topological_order
 from piper.ir.dag import Chunk, Dag, DeviceGroup, Pass
-from piper.ops.accumulate import Sum
-from piper.ops.keep import AddKept, Keep
 
 Lane: TypeAlias = int
 """A set of devices that run the same chunks, and so the same order."""
@@ -72,17 +70,17 @@ class _Simulation:
 
     def _release(self, nodes: Sequence[NodeId], now: float, freed: set[Lane] | None = None) -> None:
         lanes = set(freed or ())
-        waiting = [(self._is_sum(node), self.rank[node], node) for node in nodes]
+        waiting = [(self._instant(node), self.rank[node], node) for node in nodes]
         heapq.heapify(waiting)
         while waiting:
-            is_sum, _, node = heapq.heappop(waiting)
+            instant, _, node = heapq.heappop(waiting)
             lane = self.lane_of.get(node)
-            if is_sum:
+            if instant:
                 # Done with the last contribution, so that a reduction of the sum starts before the
                 # next chunk does.
                 self.order.append(node)
                 for after in self._satisfied(node):
-                    heapq.heappush(waiting, (self._is_sum(after), self.rank[after], after))
+                    heapq.heappush(waiting, (self._instant(after), self.rank[after], after))
             elif lane is None:
                 self._start(node, now)
             else:
@@ -104,8 +102,8 @@ class _Simulation:
                 released.append(after)
         return released
 
-    def _is_sum(self, node: NodeId) -> bool:
-        return isinstance(self.dag.nodes[node].work, (Sum, Keep, AddKept))
+    def _instant(self, node: NodeId) -> bool:
+        return self.dag.nodes[node].work.instant
 
     def _urgency(self, node: NodeId) -> tuple[bool, float]:
         """Smaller is sooner."""

@@ -15,7 +15,6 @@ from piper.errors import RunError
 from piper.ids import DeviceId
 from piper.ir.dag import Role
 from piper.ops.base import Communicator, CommunicatorId
-from piper.ops.load_input import LoadInput
 from piper.plan.model import DevicePlan, Plan
 from piper.runtime.batch import (
     Batch,
@@ -129,7 +128,7 @@ class Worker:
             self._join(CONTROL, self._everyone)
         device = self._make_device()
         context = Context(plan, device.torch_device)
-        loads = any(isinstance(i, LoadInput) for i in mine.instructions)
+        loads = any(i.loads() is not None for i in mine.instructions)
         loaded = Loaded(plan, mine, signature, constants, context, loads, compilation)
         self._plans[key] = loaded
         if self._state is not None:

@@ -26,7 +26,6 @@ from typing import Protocol, TypeAlias
 from piper.errors import PlanError
 from piper.ids import DeviceId, EventId, Slot, Stream
 from piper.ops.base import CommunicatorId, Instruction, Rendezvous
-from piper.ops.wait import Wait
 from piper.plan.model import Plan
 from piper.plan.topology import Contention, Port
 from piper.simulate.hosts import Hosts
@@ -476,9 +475,10 @@ class _Lanes:
         """
         stream = instruction.stream
         one = self.last.get(stream, NOTHING) if not blocks else self._filled(instruction)
-        if not isinstance(instruction, Wait):
+        event = instruction.awaits()
+        if event is None:
             return () if one == NOTHING else (one,)
-        whole, message = self.recorders[instruction.event]
+        whole, message = self.recorders[event]
         found = {one, message if blocks else whole}
         found.discard(NOTHING)
         return found

@@ -5,7 +5,6 @@ from typing import TypeAlias
 
 from piper.ids import EventId, Slot, Stream
 from piper.ops.base import Instruction
-from piper.ops.wait import Wait
 from piper.simulate.engine import NOTHING, Place, Run
 
 Needs: TypeAlias = tuple[Place, ...]
@@ -52,8 +51,8 @@ class _Needs:
             instruction = self.run.instructions[place]
             stream = instruction.stream
             before = [last[stream]] if stream in last else []
-            if isinstance(instruction, Wait):
-                awaited.setdefault(stream, []).append(recorders[instruction.event])
+            if (event := instruction.awaits()) is not None:
+                awaited.setdefault(stream, []).append(recorders[event])
             made = [writers[slot] for slot in instruction.reads() if slot in writers]
             self.direct[place] = tuple({*before, *awaited.get(stream, ()), *made})
             for slot in instruction.writes():

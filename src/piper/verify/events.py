@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from piper.ops.wait import Wait
 from piper.verify.trace import Problem, Subject
 
 CHECK = "events"
@@ -14,11 +13,12 @@ def check_events(subject: Subject) -> Iterator[Problem]:
         device, recorders = trace.device, trace.recorders
         for i, instruction in enumerate(trace.instructions):
             event = instruction.record
-            if type(instruction) is Wait:
+            awaited = instruction.awaits()
+            if awaited is not None:
                 if trace.waits[i] < 0:
                     yield Problem(
                         CHECK,
-                        f"{subject.at(device, i)}: event e{instruction.event} is not recorded by "
+                        f"{subject.at(device, i)}: event e{awaited} is not recorded by "
                         "an earlier instruction",
                     )
                 if event is not None:

@@ -13,7 +13,6 @@ from piper.ir.symbols import evaluate
 from piper.ops.accumulate import Accumulate
 from piper.ops.base import CommunicatorId, Instruction, Rendezvous
 from piper.ops.update import OptimizerStep
-from piper.ops.wait import Wait
 from piper.plan.model import CommunicatorInfo, DevicePlan, Plan
 from piper.plan.roles import Roles, find_roles
 from piper.verify.aliases import find_aliases, find_views
@@ -164,8 +163,8 @@ def _unfold(trace: Trace) -> None:
     trace.meetings.extend([x.rendezvous() for x in instructions])
     recorders, waits = trace.recorders, trace.waits
     for i, instruction in enumerate(instructions):
-        if type(instruction) is Wait:
-            waits.append(recorders.get(instruction.event, -1))
+        if (event := instruction.awaits()) is not None:
+            waits.append(recorders.get(event, -1))
             continue
         waits.append(-1)
         if instruction.record is not None:
