@@ -20,7 +20,14 @@ from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
 from typing import TypeVar, cast
 
-from piper.errors import ArgumentError, PiperError, PiperWarning, internals_shown, nearest
+from piper.errors import (
+    ArgumentError,
+    Interrupted,
+    PiperError,
+    PiperWarning,
+    internals_shown,
+    nearest,
+)
 
 _PUBLIC_DUNDERS = {"__init__", "__call__", "__enter__", "__exit__"}
 
@@ -68,7 +75,7 @@ def _wrapped(function: Callable[..., object]) -> Callable[..., object]:
         outside = sys.exception()  # what the caller is handling is the caller's
         try:
             return _called(function, args, kwargs)
-        except Exception as error:
+        except (Exception, Interrupted) as error:
             if is_users(error) and not internals_shown():
                 error.__traceback__ = trimmed(error, outside)
             raise  # which adds no frame of its own
@@ -78,10 +85,21 @@ def _wrapped(function: Callable[..., object]) -> Callable[..., object]:
 
 def warn(message: str) -> None:
     """Warn the user of something legal, at the line of theirs that called piper."""
-    level, frame = 1, sys._getframe(0)  # noqa: SLF001 (what `warnings` does)
+    warnings.warn(message, PiperWarning, stacklevel=1 + _users_frame()[0])
+
+
+def users_line() -> str:
+    """``file:line`` of the user's code that is calling piper."""
+    frame = _users_frame()[1]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _users_frame() -> tuple[int, FrameType]:
+    """The innermost frame of the user's, and how many frames above the caller it is."""
+    level, frame = 0, sys._getframe(1)  # noqa: SLF001 (what `warnings` does)
     while frame.f_back is not None and _Code.of(frame) is not _Code.USERS:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, PiperWarning, stacklevel=level)
+    return level, frame
 
 
 def _called(
@@ -104,7 +122,7 @@ def _called(
 
 def is_users(error: BaseException) -> bool:
     """Whether *error* is for the user to mend: raised by piper on purpose, or by the user's code."""
-    if isinstance(error, PiperError):
+    if isinstance(error, (PiperError, Interrupted)):
         return True
     codes = [_Code.of(entry.tb_frame) for entry in _entries(error.__traceback__)]
     codes = [code for code in codes if code is not _Code.BETWEEN]

@@ -7,7 +7,7 @@ The traceback of a mistake shows the user's own frames; :func:`show_internals` s
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PiperError(Exception):
@@ -106,6 +106,16 @@ class AbortedError(CommunicationError):
 
 class CompileError(RunError):
     """A chunk cannot be compiled."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a call of a trainer between two steps: what was done is kept, and the trainer can
+    be used as before. ``results`` has what the call's steps computed.
+    """
+
+    def __init__(self, message: str, results: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.results = tuple(results)
 
 
 class CheckError(PiperError):

@@ -1,6 +1,7 @@
 """Trainer: runs a compiled strategy."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Self
 import torch
 
 from piper.api.checkpoint import check_fits, group_names, save_checkpoint
+from piper.api.interrupts import late_interrupts
 from piper.api.left_out import warn_of_left_out
 from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.programs import Program, Programs
@@ -20,7 +22,7 @@ from piper.api.user_names import snapshot_from, user_state
 from piper.backends.base import Backend, StepResult
 from piper.boundary import public
 from piper.capture.forms import Paired
-from piper.errors import BatchError, ConfigError, StateError
+from piper.errors import BatchError, ConfigError, Interrupted, StateError
 from piper.ids import DeviceId
 from piper.ir.dag import Dag, GradientUse, LossKind, Role
 from piper.plan.account import account
@@ -75,6 +77,10 @@ class Trainer:
     """Made by :func:`piper.compile`; a context manager. The user's model is not trained in place:
     see :meth:`copy_to`.
 
+    Ctrl-C in one of its methods ends the call between two steps, with
+    :class:`~piper.errors.Interrupted`: the trainer stays usable. A second Ctrl-C aborts the step that
+    is under way, and closes the trainer. One that nothing refers to any more closes itself.
+
     ``loss_scaler`` has the scale of the loss, if that is scaled; its state is not part of
     :meth:`state_dict`, but of a checkpoint.
     """
@@ -102,7 +108,7 @@ class Trainer:
         # Parameters with gradients of steps that updated nothing, and the devices that keep some.
         self._kept: set[tuple[str, DeviceId]] = set()
         self._kept_steps = 0
-        self._closed = False
+        self._closed: str | None = None  # why it is
         policy = None if programs.precision is None else programs.precision.loss_scale
         self.loss_scaler = None if policy is None else LossScaler(policy)
         if not isinstance(seed, int):
@@ -112,6 +118,8 @@ class Trainer:
             sliced = {n for n, groups in dag.shards.items() if any(len(g) > 1 for g in groups)}
             cut = {*sliced, *dag.expert_groups}
             check_optimizer(optimizer, dag.parameters, cut, program.plan.num_devices)
+        # Where nobody refers to a trainer any more, its workers shall not hold their places.
+        weakref.finalize(self, backend.close).atexit = False
         with self._closing_on_error():
             backend.start(program.plan.num_devices)
             self._load(program)
@@ -156,10 +164,14 @@ class Trainer:
         that keeps a gradient of some parameter computes none, :class:`RunError` for a failure on a
         device.
         """
-        if update:
-            self._require_optimizer()
-            return self._run([self._batch(inputs, targets)])[0]
-        return self._keep(self._batch(inputs, targets))
+        results: list[TrainResult] = []
+        with self._interruptible(results):
+            if update:
+                self._require_optimizer()
+                self._run(self._batch(inputs, targets), results)
+            else:
+                self._keep(self._batch(inputs, targets), results)
+        return results[0]
 
     def fit(
         self,
@@ -171,8 +183,12 @@ class Trainer:
 
         *data* is ``data(step) -> (inputs, targets)``, picklable, called by the workers that read
         inputs (*step* counts all steps of this trainer); or an iterable of global batches such as a
-        DataLoader. Either may give one mapping per batch, as Hugging Face's collators do. Many steps are one call to the workers; *on_steps* receives the results about
-        once a second.
+        DataLoader. Either may give one mapping per batch, as Hugging Face's collators do. Many
+        steps are one call to the workers; *on_steps* receives the results about once a second.
+
+        After a Ctrl-C the steps under way are completed, then :class:`~piper.errors.Interrupted` is
+        raised, whose ``results`` are those of all steps that were done: :meth:`save`, or another
+        ``fit``, goes on from there.
         """
         if not isinstance(steps, int) or steps < 0:
             raise BatchError(f"steps is an integer of at least 0, found {steps!r}")
@@ -182,15 +198,22 @@ class Trainer:
                 f"data is a function data(step) -> (inputs, targets), or an iterable of such pairs, found {type(data).__name__}"
             )
         pair = self._programs.pair
-        if callable(data):
-            runs = self._pulled(Paired(data, self._programs.own_loss), steps)
-        else:
-            runs = self._pushed((pair(batch) for batch in data), steps)
         results: list[TrainResult] = []
-        for done in runs:
-            results.extend(done)
-            if on_steps is not None:
-                on_steps(done)
+        if callable(data):
+            calls = self._pulled(Paired(data, self._programs.own_loss), steps, results)
+        else:
+            calls = self._pushed((pair(batch) for batch in data), steps, results)
+        reported = 0
+        with self._interruptible(results):
+            try:
+                for _ in calls:
+                    new, reported = results[reported:], len(results)
+                    if on_steps is not None:
+                        on_steps(new)
+            except KeyboardInterrupt:
+                if on_steps is not None and results[reported:] and self._closed is None:
+                    on_steps(results[reported:])
+                raise
         return results
 
     def profile(
@@ -213,19 +236,21 @@ class Trainer:
         batch = self._batch(inputs, targets)
         if self._kept_steps:
             raise StateError("gradients are kept from step(update=False); update before profiling")
-        self._train = program = self._programs.training(batch)
-        self._load(program)
-        with self._closing_on_error():
-            found = self._backend.profile(
-                program.key,
-                [batch] * steps,
-                first_step=self._step,
-                seed=_seed_of_call(self._seed, 0),
-                loss_scale=self._scale(),
-                ranges=ranges,
-            )
-        for result in found.steps:
-            self._advance(result, tokens=0)
+        program = self._programs.training(batch)
+        with self._interruptible(), late_interrupts():
+            self._train = program
+            self._load(program)
+            with self._closing_on_error():
+                found = self._backend.profile(
+                    program.key,
+                    [batch] * steps,
+                    first_step=self._step,
+                    seed=_seed_of_call(self._seed, 0),
+                    loss_scale=self._scale(),
+                    ranges=ranges,
+                )
+            for result in found.steps:
+                self._advance(result, tokens=0)
         quickest = min(range(steps), key=lambda i: found.steps[i].seconds)
         return measured_timeline(
             program.plan,
@@ -254,8 +279,10 @@ class Trainer:
             real = min(wave, microbatches - first)
             index = torch.arange(first * size, (first + wave) * size).clamp(max=count - 1)
             part = rows.take(batch, index)
-            program = self._programs.evaluation(part)
-            (result,) = self._call(program, [part], self._step)
+            with self._interruptible():
+                program = self._programs.evaluation(part)
+                with late_interrupts():
+                    (result,) = self._call(program, [part], self._step)
             for m in range(real):
                 losses[first + m] = result.values["loss"][m]
                 weights[first + m] = result.values.get("weight", {}).get(m, 1.0)
@@ -283,9 +310,10 @@ class Trainer:
         """
         current = self._snapshot(optimizer=False)
         snapshot = snapshot_from(self.dag, state, current)
-        with self._closing_on_error():
-            self._backend.restore(snapshot)
-        self._forget()
+        with self._interruptible(), late_interrupts():
+            with self._closing_on_error():
+                self._backend.restore(snapshot)
+            self._forget()
 
     def copy_to(self, model: torch.nn.Module) -> None:
         """Copy the trained parameters and persistent buffers into *model*, in place. Raises
@@ -321,7 +349,7 @@ class Trainer:
                 "updates"
             )
         scaler = self.loss_scaler
-        with self._closing_on_error():
+        with self._interruptible(), late_interrupts(), self._closing_on_error():
             save_checkpoint(
                 Path(path).absolute(),
                 self._backend,
@@ -350,16 +378,20 @@ class Trainer:
         saved, scaler = checkpoint.index.loss_scaler, self.loss_scaler
         if saved is not None and scaler is not None:
             LossScaler(scaler.policy).load_state_dict(saved)  # raises what there is to be raised
-        with self._closing_on_error():
-            self._backend.read_files(checkpoint)
-        if saved is not None and scaler is not None:
-            scaler.load_state_dict(saved)
-        self._step, self._seed = checkpoint.step, checkpoint.index.seed
-        self._forget()
+        with self._interruptible(), late_interrupts():
+            with self._closing_on_error():
+                self._backend.read_files(checkpoint)
+            if saved is not None and scaler is not None:
+                scaler.load_state_dict(saved)
+            self._step, self._seed = checkpoint.step, checkpoint.index.seed
+            self._forget()
 
     def close(self) -> None:
         """Stop the workers; kept gradients are lost. May be called twice."""
-        self._closed = True
+        self._close("it was closed")
+
+    def _close(self, why: str) -> None:
+        self._closed = self._closed or why
         self._backend.close()
 
     def __enter__(self) -> Self:
@@ -380,25 +412,26 @@ class Trainer:
 
     # --- running ------------------------------------------------------------------------------------
 
-    def _run(self, batches: Sequence[Batch]) -> list[TrainResult]:
-        """Train on explicit batches, each under the program of its signature."""
-        results: list[TrainResult] = []
-        for batch in batches:
-            use = GradientUse.ADD if self._kept_steps else GradientUse.UPDATE
-            self._train = self._programs.training(batch, use)
-            self._require_kept(self._train)
-            (result,) = self._call(self._train, [batch], self._step)
+    def _run(self, batch: Batch, results: list[TrainResult]) -> None:
+        """A training step that updates; adds what it came to."""
+        use = GradientUse.ADD if self._kept_steps else GradientUse.UPDATE
+        program = self._programs.training(batch, use)
+        self._require_kept(program)
+        with late_interrupts():
+            self._train = program
+            (result,) = self._call(program, [batch], self._step)
             results.append(self._advance(result, _tokens(batch, None)))
             self._forget()
-        return results
 
-    def _keep(self, batch: Batch) -> TrainResult:
-        """A training step that keeps its gradients."""
-        self._train = self._programs.training(batch, GradientUse.KEEP)
-        (result,) = self._call(self._train, [batch], self._step)
-        self._kept |= _keeping(self._train)
-        self._kept_steps += 1
-        return self._result(result, _tokens(batch, None))
+    def _keep(self, batch: Batch, results: list[TrainResult]) -> None:
+        """A training step that keeps its gradients; adds what it came to."""
+        program = self._programs.training(batch, GradientUse.KEEP)
+        with late_interrupts():
+            self._train = program
+            (result,) = self._call(program, [batch], self._step)
+            self._kept |= _keeping(program)
+            self._kept_steps += 1
+            results.append(self._result(result, _tokens(batch, None)))
 
     def _require_kept(self, program: Program) -> None:
         """Refuse to update without what is kept of some parameter on some device."""
@@ -414,62 +447,70 @@ class Trainer:
         """Nothing is kept any more."""
         self._kept, self._kept_steps = set(), 0
 
-    def _pushed(self, data: Iterable[Batch], steps: int) -> Iterator[list[TrainResult]]:
+    def _pushed(
+        self, data: Iterable[Batch], steps: int, results: list[TrainResult]
+    ) -> Iterator[None]:
+        """Train on batches of *data*; adds to *results* and returns to the caller after each call
+        to the workers.
+        """
         stream = iter(data)
-        done = 0
-        if self._kept_steps and steps:
-            first_batch = list(islice(stream, 1))
-            if first_batch:
-                yield self._run(first_batch)
-                done = 1
-        while done < steps:
-            batches = list(islice(stream, min(self._most_at_once(BATCHES_PER_CALL), steps - done)))
+        at_once = 1
+        while len(results) < steps:
+            wanted = 1 if self._kept_steps else min(self._most_at_once(at_once), BATCHES_PER_CALL)
+            batches = list(islice(stream, min(wanted, steps - len(results))))
             if not batches:
                 raise BatchError(
-                    f"the data ended after {done} of {steps} steps; give more, or ask for fewer steps"
+                    f"the data ended after {len(results)} of {steps} steps; give more, or ask for fewer steps"
                 )
+            if self._kept_steps:
+                self._run(batches[0], results)
+                yield
+                continue
             same = [self._programs.training(b) for b in batches]
             first = same[0]
             count = next((i for i, p in enumerate(same) if p is not first), len(batches))
             if count < len(batches):
                 stream = _chained(batches[count:], stream)
                 batches = batches[:count]
-            self._train = first
-            outcomes = self._call(first, batches, self._step)
-            yield [
-                self._advance(result, _tokens(batch, None))
-                for result, batch in zip(outcomes, batches, strict=True)
-            ]
-            done += len(batches)
+            with late_interrupts():
+                self._train = first
+                for result, batch in zip(
+                    self._call(first, batches, self._step), batches, strict=True
+                ):
+                    results.append(self._advance(result, _tokens(batch, None)))
+            yield
+            at_once = _fitting(results[-len(batches) :])
 
-    def _pulled(self, data: Data, steps: int) -> Iterator[list[TrainResult]]:
+    def _pulled(self, data: Data, steps: int, results: list[TrainResult]) -> Iterator[None]:
+        """Train on what the workers ask *data* for; otherwise as :meth:`_pushed`."""
         end, count = self._step + steps, 1
         if self._kept_steps and steps:
-            yield self._run([data(self._step)])
-        steps = end - self._step
+            self._run(data(self._step), results)
+            yield
         while self._step < end:
             sample = data(self._step)
-            self._train = self._programs.training(sample)
+            program = self._programs.training(sample)
             tokens = _tokens(sample, None)
-            while self._step < end:
-                self._load(self._train)
-                with self._closing_on_error():
-                    run = self._backend.run(
-                        self._train.key,
-                        data,
-                        first_step=self._step,
-                        num_steps=min(count, end - self._step),
-                        seed=self._seed,
-                        loss_scale=self._scale(),
-                    )
-                results = [self._advance(result, tokens) for result in run.steps]
-                if results:
-                    yield results
-                    slowest = max(r.seconds for r in results)
-                    fitting = max(1, min(1000, int(SECONDS_PER_CALL / max(slowest, 1e-4))))
-                    count = self._most_at_once(fitting)
-                if run.stopped_at is not None:  # plan for another kind of batch
-                    break
+            stopped = False
+            while self._step < end and not stopped:
+                before = len(results)
+                with late_interrupts():
+                    self._train = program
+                    self._load(program)
+                    with self._closing_on_error():
+                        run = self._backend.run(
+                            program.key,
+                            data,
+                            first_step=self._step,
+                            num_steps=min(count, end - self._step),
+                            seed=self._seed,
+                            loss_scale=self._scale(),
+                        )
+                    results.extend(self._advance(result, tokens) for result in run.steps)
+                stopped = run.stopped_at is not None  # plan for another kind of batch
+                if len(results) > before:
+                    yield
+                    count = self._most_at_once(_fitting(results[before:]))
 
     def _call(
         self, program: Program, batches: Sequence[Batch], step: int
@@ -495,8 +536,8 @@ class Trainer:
             )
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise StateError("this trainer is closed; compile a new one")
+        if self._closed is not None:
+            raise StateError(f"this trainer is closed: {self._closed}; compile a new one")
 
     def _load(self, program: Program) -> None:
         self._require_open()
@@ -551,7 +592,8 @@ class Trainer:
         )
 
     def _snapshot(self, *, optimizer: bool) -> StateSnapshot:
-        with self._closing_on_error():
+        self._require_open()
+        with self._interruptible(), late_interrupts(), self._closing_on_error():
             return self._backend.snapshot(optimizer=optimizer)
 
     @contextmanager
@@ -561,9 +603,30 @@ class Trainer:
             yield
         except StateError:
             raise
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            first_line = str(error).partition("\n")[0]
+            self._close(f"it was closed after {type(error).__name__}: {first_line}")
             raise
+
+    @contextmanager
+    def _interruptible(self, results: Sequence[TrainResult] = ()) -> Iterator[None]:
+        """Say of a Ctrl-C that left the trainer usable what it left; *results* are those so far."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if self._closed is not None or isinstance(error, Interrupted):
+                raise
+            raise Interrupted(
+                f"interrupted, after {len(results)} steps of this call and {self._step} of this trainer; it can be used as before, and "
+                "save keeps what was done (this exception's `results` are those of this call's steps)",
+                results,
+            ) from None
+
+
+def _fitting(results: Sequence[TrainResult]) -> int:
+    """Steps that take about :data:`SECONDS_PER_CALL`."""
+    slowest = max(r.seconds for r in results)
+    return max(1, min(1000, int(SECONDS_PER_CALL / max(slowest, 1e-4))))
 
 
 def _combine(kind: LossKind, losses: Mapping[int, float], weights: Mapping[int, float]) -> float:

@@ -5,8 +5,10 @@ scheduler.
 import atexit
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias, cast
 
@@ -21,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from piper.backends.failures import Failure, failure_of, root_cause
 from piper.backends.workers import WorkerBackend
-from piper.boundary import public
+from piper.boundary import public, users_line
 from piper.devices.cpu import CpuDevice
 from piper.devices.gloo import DEFAULT_TIMEOUT, GlooCommunicator
 from piper.devices.heap import keep_freed_memory
@@ -42,6 +44,45 @@ about a second.)
 
 _PLACEMENT = 60.0
 """Seconds within which the cluster must give the workers their places."""
+
+
+_SILENCE = 3.0
+"""Seconds of waiting for places after which that is said."""
+
+_PLACES = "piper_places"
+"""The resource that counts devices in a Ray that piper started: as many trainers as the user likes
+can be open in it. Elsewhere devices are counted in CPUs, as other jobs' are.
+"""
+
+_UNBOUNDED = 1e6
+
+
+@dataclass(slots=True)
+class _Started:
+    """The Ray that piper started or connected to in this process, for as long as a backend uses it."""
+
+    session: str | None = None
+    local: bool = False
+    users: set[int] = field(default_factory=set)
+
+
+_STARTED = _Started()
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """What an open backend holds of a Ray, and how to name it to the user."""
+
+    session: str
+    cpus: float
+    name: str
+
+
+_OPEN: dict[int, _Holding] = {}
+"""The open backends of this process."""
+
+_LOCK = threading.RLock()
+"""Held while backends come and go. (A backend may go by garbage collection, so at any place.)"""
 
 
 _Ref: TypeAlias = "ray.ObjectRef[object]"
@@ -104,9 +145,9 @@ class RayBackend(WorkerBackend):
 
     *address* is a Ray cluster's (``"auto"``: the one of this machine); ``RAY_ADDRESS`` stands in
     for it. A Ray that the program has initialised is used in any case, and left running. Without an
-    address a local one is started, without dashboard, for as long as the backend lives. A local Ray
-    counts as many CPUs as there are devices, so that more devices than cores can be tried; they
-    share the cores, which is logged.
+    address a local one is started, without dashboard, for as long as any backend of this process
+    uses it. In a local Ray that was started so, more devices than cores can be tried, and several
+    backends be open at once; they share the cores, which is logged.
 
     *threads* is the number of threads that one device computes with (default: this machine's cores
     divided among the devices). *cpus_per_device* is what each actor asks the cluster for. *timeout*
@@ -128,15 +169,22 @@ class RayBackend(WorkerBackend):
         self._cpus = cpus_per_device
         self._timeout = timeout
         self._worker_logs = worker_logs
-        self._owns_ray = False
+        self._session: str | None = None  # which Ray the actors are in
+        self._resource = "CPU"
         self._group: PlacementGroup | None = None
         self._actors: list[ActorHandle[_Actor]] = []
 
     def _start(self, num_devices: int) -> None:
         atexit.register(self._stop)
-        if not ray.is_initialized():
-            self._init_ray(num_devices)
-        self._check_capacity(num_devices)
+        with _LOCK:
+            if not ray.is_initialized():
+                self._init_ray(num_devices)
+            self._session = _current_session()
+            local = self._session == _STARTED.session and _STARTED.local
+            if self._session == _STARTED.session:
+                _STARTED.users.add(id(self))
+        self._resource = _PLACES if local else "CPU"
+        self._check_capacity(num_devices, local=local)
         group = self._place(num_devices)
         try:
             self._start_actors(group, num_devices)
@@ -148,7 +196,8 @@ class RayBackend(WorkerBackend):
         actor = ray.remote(_Actor)
         for rank in range(num_devices):
             options = actor.options(
-                num_cpus=self._cpus,
+                num_cpus=self._cpus if self._resource == "CPU" else 0,
+                resources=None if self._resource == "CPU" else {self._resource: self._cpus},
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=rank
@@ -179,27 +228,54 @@ class RayBackend(WorkerBackend):
             ray.init(
                 address="local",
                 num_cpus=max(cores, num_devices),
+                resources={_PLACES: _UNBOUNDED},
                 include_dashboard=False,
                 logging_level=logging.ERROR,
                 log_to_driver=self._worker_logs,
             )
-        self._owns_ray = True
+        _STARTED.session, _STARTED.local = _current_session(), address is None
+        _STARTED.users = set()
 
-    def _check_capacity(self, num_devices: int) -> None:
+    def _check_capacity(self, num_devices: int, *, local: bool) -> None:
         cpus = _cpus(ray.cluster_resources())  # type: ignore[no-untyped-call]  # Ray's own
+        if local:
+            cpus = max(cpus, num_devices)  # they share the cores
         if cpus < num_devices * self._cpus:
             raise ConfigError(
                 f"the plan needs {num_devices} devices of {self._cpus:g} CPUs each, but the Ray cluster has {cpus:g} CPUs in "
                 f"all; use fewer devices, add nodes, or pass cpus_per_device={cpus / num_devices:.2g} to let devices share"
             )
+        with _LOCK:
+            others = [
+                (held.cpus, held.name) for held in _OPEN.values() if held.session == self._session
+            ]
+            if not local and cpus - sum(held for held, _ in others) < num_devices * self._cpus:
+                raise ConfigError(
+                    f"the plan needs {num_devices} devices of {self._cpus:g} CPUs each, and the Ray cluster has {cpus:g}, of which "
+                    f"{sum(held for held, _ in others):g} are held by what this process has open: {'; '.join(name for _, name in others)}. "
+                    "Close it first (trainer.close()), or use fewer devices"
+                )
+            _OPEN[id(self)] = _Holding(
+                self._session or "",
+                num_devices * self._cpus,
+                f"the trainer on {num_devices} devices that was made at {users_line()}",
+            )
 
     def _place(self, num_devices: int) -> PlacementGroup:
         group: PlacementGroup = placement_group(
-            [{"CPU": self._cpus}] * num_devices, strategy="PACK"
+            [{self._resource: self._cpus}] * num_devices, strategy="PACK"
         )
         self._group = group
+        ready = group.ready()
+        if not ray.wait([ready], timeout=_SILENCE)[0]:
+            _LOGGER.warning(
+                "waiting up to %g s for %d places of %g CPUs in the Ray cluster, which other jobs hold",
+                _PLACEMENT,
+                num_devices,
+                self._cpus,
+            )
         try:
-            ray.get(group.ready(), timeout=_PLACEMENT)
+            ray.get(ready, timeout=_PLACEMENT - _SILENCE)
         except GetTimeoutError:
             free = _cpus(ray.available_resources())  # type: ignore[no-untyped-call]  # Ray's own
             raise ConfigError(
@@ -209,9 +285,18 @@ class RayBackend(WorkerBackend):
         return group
 
     def _share(self, value: object) -> object:
+        self._require_session()  # Ray starts by itself where it is asked for something
         return ray.put(value)
 
+    def _require_session(self) -> None:
+        if self._session is None or _current_session() != self._session:
+            raise RunError(
+                "the Ray that the workers were in has ended (ray.shutdown() was called, or the cluster is gone), and they with it; "
+                "compile a new trainer, and go on from a checkpoint"
+            )
+
     def _call(self, method: str, arguments: Sequence[Mapping[str, object]]) -> list[object]:
+        self._require_session()
         pending: dict[_Ref, int] = {
             actor.call.remote(method, **keywords): rank
             for rank, (actor, keywords) in enumerate(zip(self._actors, arguments, strict=True))
@@ -234,17 +319,32 @@ class RayBackend(WorkerBackend):
 
     def _stop(self) -> None:
         atexit.unregister(self._stop)
-        actors, self._actors = self._actors, []
-        group, self._group = self._group, None
-        if not ray.is_initialized():
-            return
-        for actor in actors:
-            ray.kill(actor)
-        if group is not None:
-            remove_placement_group(group)
-        if self._owns_ray:
-            self._owns_ray = False
-            ray.shutdown()
+        with _LOCK:
+            actors, self._actors = self._actors, []
+            group, self._group = self._group, None
+            session, self._session = self._session, None
+            _OPEN.pop(id(self), None)
+            there = session is not None and _current_session() == session
+            if there:
+                for actor in actors:
+                    ray.kill(actor)
+                if group is not None:
+                    remove_placement_group(group)
+            if session is None or session != _STARTED.session:
+                return
+            _STARTED.users.discard(id(self))
+            if not _STARTED.users:
+                _STARTED.session = None
+                if there:
+                    ray.shutdown()
+
+
+def _current_session() -> str | None:
+    """Which Ray this process is connected to, if any."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"
 
 
 def _address(served: object) -> tuple[str, int]:
