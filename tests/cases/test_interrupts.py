@@ -203,13 +203,15 @@ def test_a_closed_trainer_says_so():
         lambda: mine.load("/nowhere/at/all"),
         lambda: mine.profile(*batch(0)),
     ):
-        with pytest.raises(StateError, match="this trainer is closed: it was closed; compile a new"):
+        with pytest.raises(
+            StateError, match="this trainer is closed: it was closed; compile a new"
+        ):
             call()
 
 
 def test_a_trainer_that_nobody_refers_to_closes_itself(monkeypatch):
     mine = trainer()
     backend, closed = mine._backend, []
-    monkeypatch.setattr(type(backend), "_stop", lambda self: closed.append(self))
+    monkeypatch.setattr(type(backend), "_stop", closed.append)
     del mine
     assert closed == [backend]
