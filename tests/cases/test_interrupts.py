@@ -55,14 +55,13 @@ def press(noted: int) -> None:
 
 def pressing(step: int, presses: int = 1) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Data on whose way to the workers Ctrl-C is pressed in *step*."""
-    left = [presses]
+    pressed = threading.Lock()  # several devices ask for the batch
 
     def data(asked: int) -> tuple[Tensor, Tensor]:
-        if asked == step and threading.current_thread() is not threading.main_thread():
-            for number in range(presses):
-                if left[0]:
-                    left[0] -= 1
-                    press(number + 1 if number + 1 < presses else 0)
+        on_worker = threading.current_thread() is not threading.main_thread()
+        if asked == step and on_worker and pressed.acquire(blocking=False):
+            for number in range(1, presses + 1):
+                press(number if number < presses else 0)
         return batch(asked)
 
     return data
@@ -135,18 +134,17 @@ def test_ctrl_c_in_the_users_own_data_leaves_the_trainer_usable():
 def test_ctrl_c_in_any_call_leaves_the_trainer_usable(monkeypatch, tmp_path, method, call, steps):
     with trainer() as mine:
         mine.step(*batch(0))
-        whole, left = getattr(Worker, method), [True]
+        whole, pressed = getattr(Worker, method), threading.Lock()
 
         def interrupted(self, *arguments, **keywords):
-            if left:
-                left.clear()
+            if pressed.acquire(blocking=False):
                 press(0)
             return whole(self, *arguments, **keywords)
 
         monkeypatch.setattr(Worker, method, interrupted)
         with pytest.raises(Interrupted):
             call(mine, tmp_path)
-        assert not left
+        assert pressed.locked()
         assert mine.steps_done == steps
         assert mine.step(*batch(steps)).step == steps
         if method == "write_file":
@@ -155,11 +153,10 @@ def test_ctrl_c_in_any_call_leaves_the_trainer_usable(monkeypatch, tmp_path, met
 
 def test_kept_gradients_survive(monkeypatch):
     with trainer() as mine:
-        whole, left = Worker.run, [True]
+        whole, pressed = Worker.run, threading.Lock()
 
         def interrupted(self, *arguments, **keywords):
-            if left:
-                left.clear()
+            if pressed.acquire(blocking=False):
                 press(0)
             return whole(self, *arguments, **keywords)
 
