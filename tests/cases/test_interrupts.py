@@ -209,6 +209,6 @@ def test_a_closed_trainer_says_so():
 def test_a_trainer_that_nobody_refers_to_closes_itself(monkeypatch):
     mine = trainer()
     backend, closed = mine._backend, []
-    monkeypatch.setattr(type(backend), "_stop", closed.append)
+    monkeypatch.setattr(type(backend), "_stop", lambda self: closed.extend([self]))
     del mine
     assert closed == [backend]
