@@ -5,6 +5,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, TypedDict
 
 import torch
@@ -12,12 +13,14 @@ import torch
 from piper.api.check_report import CheckReport, StepErrors
 from piper.api.compare import Errors, compare, scalar_error
 from piper.api.compile import compilation
+from piper.api.loss_check import examine_loss
 from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.reference import Reference, ReferenceStep
 from piper.api.replay import Gradient, Replay
 from piper.api.rows import rebuild_sequence
 from piper.api.trainer import Trainer, TrainResult
 from piper.api.trial import Trial
+from piper.api.whole_batch import WholeBatch, compare_whole, reasons
 from piper.backends import Backend, InProcessBackend, make_backend
 from piper.boundary import public
 from piper.capture.forms import as_pair
@@ -78,6 +81,10 @@ def check(
     norm where gradients are clipped. *backend* defaults to threads of this process; its workers
     must be threads, since the gradients are seen there. *compile* is that of :func:`piper.compile`:
     the single process is never compiled. Raises what :func:`piper.compile` raises.
+
+    The single process runs the microbatches one after the other, too. What they change against the
+    whole batch in one piece is a part of the report: :attr:`CheckReport.whole_batch`, and
+    :attr:`CheckReport.loss_finding` where it is the loss function.
     """
     if steps < 1:
         raise CheckError(f"steps must be at least 1 to compare anything, found {steps}")
@@ -100,17 +107,18 @@ def check(
     clip = make_clip(max_grad_norm, norm_type)
     programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy)
     trial = Trial(programs, fetch(0), seed)
-    trial.before_capture()
+    eager = trial.before_capture()
     program = programs.training(fetch(0))
     tensors = model_tensors(model)
     trial.after_capture(program)
     core = program.captured.dag
     reference = Reference(model, programs.loss_fn, core, tensors, spec, seed, programs.clip, policy)
-    whole = reference.loss(fetch(0), 0)
+    finding = examine_loss(programs, program, fetch(0), eager)
+    in_one = reference.whole(fetch(0), 0)
+    whole: WholeBatch | None = None
     tap, replay = _Tap(), Replay(reference.initial_state())
     observed = OptimizerSpec(optimizer, groups, lr_schedule, tap.observe)
     errors: list[StepErrors] = []
-    loss = 0.0
     how = compilation(compile)
     with Trainer(programs, program, chosen, tensors, observed, seed, how) as trainer:
         for step in range(steps):
@@ -119,7 +127,7 @@ def check(
             plan = trainer.program.plan
             expected = reference.step(current, plan.num_replicas * plan.num_microbatches, step)
             if step == 0:
-                loss = expected.loss
+                whole = compare_whole(in_one, expected)
             copies = chosen.copies()
             replayed = replay.step(tap.found, step)
             errors.append(
@@ -134,7 +142,11 @@ def check(
             )
     if tolerance is None:
         tolerance = TOLERANCE if policy is None else PRECISION_TOLERANCE
-    return CheckReport(tuple(errors), tolerance, scalar_error(whole, loss), policy)
+    assert whole is not None
+    if whole.differs(rounded=policy is not None):
+        why = reasons(programs, program, fetch(0), finding)
+        whole = replace(whole, reasons=why)
+    return CheckReport(tuple(errors), tolerance, whole, policy, finding)
 
 
 def _norm_error(found: float | None, expected: float | None) -> float:

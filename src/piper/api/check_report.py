@@ -4,17 +4,15 @@ from dataclasses import dataclass
 from io import StringIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
 from rich.table import Table
 
 from piper.api.compare import Errors
+from piper.api.loss_check import LossFinding
+from piper.api.whole_batch import WholeBatch
 from piper.boundary import public
 from piper.capture.precision import Precision
 from piper.errors import CheckError
-
-WHOLE_BATCH_TOLERANCE = 1e-8
-"""Larger differences between the step's loss and that of the whole batch in one piece are pointed
-out.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +38,22 @@ class StepErrors:
 class CheckReport:
     """The comparison. Print it, or read its fields.
 
-    ``whole_batch_difference`` is the relative difference between the first step's loss and the loss
-    of the whole batch in one piece: nonzero where microbatches change the meaning of the model
-    (BatchNorm, means over unequal counts).
+    ``whole_batch`` compares the first step with one on the whole batch in one piece: not zero where
+    microbatches change the meaning of the model (BatchNorm, balance losses, dropout) or of the
+    loss. It informs; only ``loss_finding``, that the loss function itself, on equal outputs, is no
+    mean over rows, makes a report that is not ``ok``.
     """
 
     steps: tuple[StepErrors, ...]
     tolerance: float
-    whole_batch_difference: float
+    whole_batch: WholeBatch
     precision: Precision | None = None
+    loss_finding: LossFinding | None = None
+
+    @property
+    def whole_batch_difference(self) -> float:
+        """Relative difference between the first step's loss and that of the whole batch."""
+        return self.whole_batch.loss
 
     @property
     def max_loss_error(self) -> float:
@@ -67,15 +72,25 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every error is within the tolerance."""
+        """Whether every error is within the tolerance, and the loss such that microbatches may be
+        averaged.
+        """
+        return self._keeps_to_reference and self.loss_finding is None
+
+    @property
+    def _keeps_to_reference(self) -> bool:
         return max(self.max_loss_error, self.max_grad_error, self.max_param_error) <= self.tolerance
 
     def require(self) -> None:
         """Raise :class:`CheckError` unless ``ok``."""
-        if not self.ok:
+        if not self._keeps_to_reference:
             raise CheckError(
                 f"the strategy differs from single-process training: errors of loss {self.max_loss_error:.1e}, "
                 f"gradients {self.max_grad_error:.1e}, parameters {self.max_param_error:.1e}; allowed {self.tolerance:.0e}"
+            )
+        if self.loss_finding is not None:
+            raise CheckError(
+                f"microbatches train something else than the whole batch in one piece: {self.loss_finding}"
             )
 
     def __str__(self) -> str:
@@ -105,12 +120,25 @@ class CheckReport:
                 table.add_row("", "gradients' norm", "", _mark(step.grad_norm, self.tolerance))
             if step.loss_scale:
                 table.add_row("", "scale of the loss", "", _mark(step.loss_scale, self.tolerance))
+        whole = self.whole_batch
+        differs = whole.differs(rounded=self.precision is not None)
+        colour = "yellow" if differs else "green"
+        table.add_section()
+        name = max(whole.gradients.by_name, key=whole.gradients.by_name.__getitem__, default="")
+        for what, at, error in (
+            ("loss", "", whole.loss),
+            ("gradients", name, whole.gradients.worst),
+        ):
+            table.add_row("whole batch", what, at, f"[{colour}]{error:.1e}[/]")
         yield table
         yield "[green]equal[/green]" if self.ok else "[red]different[/red]"
-        if self.whole_batch_difference > WHOLE_BATCH_TOLERANCE:
+        if self.loss_finding is not None:
+            yield f"[red]loss[/red]: {escape(str(self.loss_finding))}"
+        elif differs:
+            why = "; ".join(whole.reasons) or "batch statistics, capacities, losses of a microbatch"
             yield (
-                f"[yellow]note[/yellow]: the loss of the whole batch in one piece differs by {self.whole_batch_difference:.1e}: "
-                "microbatches change what this model or loss computes (batch statistics, a mean over unequal counts)"
+                "[yellow]note[/yellow]: the whole batch in one piece, without microbatches, gives something else, so microbatches change "
+                f"what is computed: {escape(why)}"
             )
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from piper.api.loss_check import warn_unless_mean
 from piper.api.memory import frame_bytes, make_limits, optimizer_bytes
 from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.trainer import Trainer
@@ -98,6 +99,9 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
         MemoryBudgetError: no plan fits in the budget.
         ConfigError: any other argument is wrong.
         StateError: a tensor of the model has no value.
+
+    Warns (:class:`piper.errors.PiperWarning`) of a loss that is no mean over the rows of the example
+    batch, so that microbatches change what it is.
     """
     clip = make_clip(max_grad_norm, norm_type)
     policy = make_precision(precision)
@@ -113,13 +117,13 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy, limits)
     example = programs.pair(example_batch)
     trial = Trial(programs, example, seed)
-    if verify_capture:
-        trial.before_capture()
+    eager = trial.before_capture() if verify_capture else None
     with trial.blaming():
         program = programs.training(example)
     weights = init if init is not None else _weights(model)
     if verify_capture and not _on_meta(model):
         trial.after_capture(program)
+    warn_unless_mean(programs, program, example, eager)
     return Trainer(
         programs, program, make_backend(backend), weights, spec, seed, compilation(compile)
     )

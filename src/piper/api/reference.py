@@ -3,8 +3,8 @@ microbatch.
 """
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -148,22 +148,23 @@ class Reference:
         gradients = {n: g for n, g in zip(result.gradients, found, strict=True) if g is not None}
         return ReferenceStep(result.loss, gradients, float(norm))
 
-    def loss(self, batch: Batch, step: int) -> float:
-        """The loss of the whole batch in one piece; writes no buffer that outlives the call."""
-        loss, weight = self._without_trace(batch, step)
-        return loss / (weight or math.nan)
+    def whole(self, batch: Batch, step: int) -> ReferenceStep:
+        """Loss and gradients of the whole batch in one piece; writes no buffer that outlives the
+        call.
+        """
+        with self._buffers_kept():
+            return self._clipped(self.gradients(batch, 1, step))
 
     def weight(self, batch: Batch) -> float:
         """The weight of the loss of *batch*; writes no buffer that outlives the call."""
-        return self._without_trace(batch, 0)[1]
+        with self._buffers_kept(), torch.no_grad():
+            return self._run(batch, 0, 0, _Parameters(self.state, self._precision), None)[1]
 
-    def _without_trace(self, batch: Batch, step: int) -> tuple[float, float]:
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
         saved = {name: buffer.clone() for name, buffer in self.state.buffers.items()}
-        with torch.no_grad():
-            used = _Parameters(self.state, self._precision)
-            loss, weight, _ = self._run(batch, step, 0, used, None)
+        yield
         self.state.buffers.update(saved)
-        return float(loss), weight
 
     def _run(
         self, part: Batch, step: int, number: int, used: "_Parameters", seed: float | None
