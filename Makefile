@@ -11,12 +11,13 @@ STAMP  := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-full lint format bench clean
+.PHONY: help demo test test-full fuzz lint format bench clean
 
 help:
 	@echo "make demo       train a small GPT on 4 local workers (pipeline x data parallel), about 4 minutes"
 	@echo "make test       the test suite, about 13 minutes on 2 cores"
 	@echo "make test-full  the test suite with the slow tests"
+	@echo "make fuzz       N=2000 random compositions against plain PyTorch; goes on where it ended"
 	@echo "make lint       ruff, mypy, layers"
 	@echo "make format     let ruff rewrite the sources"
 	@echo "make bench      the benchmarks, about 40 minutes; on a quiet machine"
@@ -37,6 +38,12 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m ""
+
+# Seeds FIRST, FIRST + 1, …; results and scripts of failures are in runs/fuzz.
+N     ?= 2000
+FIRST ?= 1000
+fuzz: $(STAMP)
+	PYTHONPATH=. nice -n 19 $(BIN)/python -m tests.random.fuzz $(N) --first $(FIRST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
