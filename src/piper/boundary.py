@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -127,6 +128,13 @@ def is_users(error: BaseException) -> bool:
     codes = [_Code.of(entry.tb_frame) for entry in _entries(error.__traceback__)]
     codes = [code for code in codes if code is not _Code.BETWEEN]
     return bool(codes) and codes[-1] is _Code.USERS
+
+
+def shown(error: BaseException) -> str:
+    """*error* and its traceback as text, as :func:`public` would leave it."""
+    if is_users(error) and not internals_shown():
+        error.__traceback__ = trimmed(error)
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def trimmed(error: BaseException, outside: BaseException | None = None) -> TracebackType | None:

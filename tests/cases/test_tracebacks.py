@@ -126,6 +126,22 @@ def test_an_exception_of_a_data_function_is_the_users_own():
     assert functions(text)[-1] == "data"
 
 
+def test_what_comes_back_from_a_worker_shows_the_users_own_frames():
+    def data(step: int) -> tuple[Tensor, Tensor]:
+        if threading.current_thread() is not threading.main_thread():
+            raise KeyError("lost")
+        return BATCH
+
+    def run() -> object:
+        with compiled(Two()) as trainer:
+            return trainer.fit(data, 2)
+
+    text = shown(run, errors.RunError)
+    assert "KeyError: 'lost'" in text
+    assert mine(text), text
+    assert functions(text).count("data") >= 1
+
+
 def test_all_is_shown_to_who_asks_for_it():
     call = partial(compiled, Two(), STRATEGY[1:])
     short = shown(call)
@@ -167,7 +183,7 @@ def test_a_bug_shows_everything(monkeypatch):
     )
     monkeypatch.setattr("piper.api.compile.make_clip", broken)
     text = shown(lambda: compiled(Two()), AssertionError)
-    assert functions(text)[-3:] == ["call", "compile", "broken"]
+    assert functions(text)[-3:] == ["_called", "compile", "broken"]
 
 
 def test_what_is_public_keeps_its_name_signature_and_text():

@@ -11,6 +11,7 @@ from piper.api.compare import Errors
 from piper.api.loss_check import LossFinding
 from piper.api.whole_batch import WholeBatch
 from piper.boundary import public
+from piper.brief import brief, count
 from piper.capture.precision import Precision
 from piper.errors import CheckError
 
@@ -33,6 +34,11 @@ class StepErrors:
     loss_scale: float = 0.0
 
 
+def _brief_check_report(it: "CheckReport") -> str:
+    return f"{'equal' if it.ok else 'different'} after {count(len(it.steps), 'step')}; errors of loss {it.max_loss_error:.1e}, gradients {it.max_grad_error:.1e}, state {it.max_param_error:.1e}; allowed {it.tolerance:.0e}"
+
+
+@brief(_brief_check_report)
 @public
 @dataclass(frozen=True, slots=True)
 class CheckReport:

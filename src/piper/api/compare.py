@@ -6,12 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
+from piper.brief import brief
+
 FLOOR = 1e-6
 """Norms below this fraction of the largest norm of their kind count as that much: gradients that
 are zero by construction are rounding errors, not results.
 """
 
 
+def _brief_errors(it: "Errors") -> str:
+    return f"worst {it.worst:.1e} of {len(it.by_name)}"
+
+
+@brief(_brief_errors)
 @dataclass(frozen=True, slots=True)
 class Errors:
     """Relative errors by name, ``|a - b| / max(|b|, FLOOR * largest |b|)`` in the 2-norm; a NaN, an

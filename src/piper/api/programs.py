@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from piper.brief import brief, count
 from piper.capture import Captured, capture_with_constants
 from piper.capture.forms import as_pair, loss_function
 from piper.capture.joint import LossFn
@@ -26,6 +27,11 @@ from piper.runtime.batch import Batch, Signature, signature
 from piper.verify import verify
 
 
+def _brief_program(it: "Program") -> str:
+    return f"{it.key!r}, {it.plan!r}"
+
+
+@brief(_brief_program)
 @dataclass(frozen=True, slots=True)
 class Program:
     """A verified plan for global batches of one signature, and the capture that it was made
@@ -43,6 +49,11 @@ class Program:
         return self.captured.constants
 
 
+def _brief_programs(it: "Programs") -> str:
+    return f"{type(it.model).__name__}, {count(len(it.strategy), 'directive')}, {count(len(it._made), 'program')} made"  # noqa: SLF001
+
+
+@brief(_brief_programs)
 class Programs:
     """Makes and keeps the programs of one model under one strategy.
 

@@ -21,6 +21,7 @@ from piper.api.rows import Rows
 from piper.api.user_names import snapshot_from, user_state
 from piper.backends.base import Backend, StepResult
 from piper.boundary import public
+from piper.brief import brief, count
 from piper.capture.forms import Paired
 from piper.errors import BatchError, ConfigError, Interrupted, StateError
 from piper.ids import DeviceId
@@ -72,6 +73,11 @@ class TrainResult:
         return self.tokens / self.seconds if self.seconds else math.inf
 
 
+def _brief_trainer(it: "Trainer") -> str:
+    return f"{'closed' if it._closed else 'open'}, {count(it._step, 'step')} done, {it._train.plan!r} on {type(it._backend).__name__}"  # noqa: SLF001
+
+
+@brief(_brief_trainer)
 @public
 class Trainer:
     """Made by :func:`piper.compile`; a context manager. The user's model is not trained in place:

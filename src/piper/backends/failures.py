@@ -1,9 +1,9 @@
 """Why a call to a worker failed, as a report that crosses process boundaries."""
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from piper.boundary import shown
 from piper.errors import (
     AbortedError,
     CommunicationError,
@@ -38,8 +38,9 @@ def failure_of(device: int, error: BaseException) -> Failure:
     """The report of *error*, raised on *device*. Piper's own errors say where they happened."""
     if isinstance(error, PiperError):
         return Failure(device, type(error), str(error))
-    text = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(device, RunError, f"device {device}: {type(error).__name__}: {error}\n{text}")
+    return Failure(
+        device, RunError, f"device {device}: {type(error).__name__}: {error}\n{shown(error)}"
+    )
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:

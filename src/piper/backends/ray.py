@@ -27,7 +27,7 @@ from piper.boundary import public, users_line
 from piper.devices.cpu import CpuDevice
 from piper.devices.gloo import DEFAULT_TIMEOUT, GlooCommunicator
 from piper.devices.heap import keep_freed_memory
-from piper.errors import ConfigError, RunError
+from piper.errors import ConfigError, RunError, internals_shown, show_internals
 from piper.ids import DeviceId
 from piper.ops.base import Communicator, CommunicatorId
 from piper.runtime.worker import Worker
@@ -93,7 +93,10 @@ class _Actor:
     pickling.
     """
 
-    def __init__(self, rank: int, world_size: int, threads: int, timeout: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, threads: int, timeout: float, internals: bool
+    ) -> None:
+        show_internals(internals)  # as the driver does
         torch.set_num_threads(threads)
         keep_freed_memory()
         self._rank, self._world_size = rank, world_size
@@ -203,7 +206,7 @@ class RayBackend(WorkerBackend):
                     group, placement_group_bundle_index=rank
                 ),
             )
-            handle = options.remote(rank, num_devices, threads, self._timeout)
+            handle = options.remote(rank, num_devices, threads, self._timeout, internals_shown())
             self._actors.append(cast("ActorHandle[_Actor]", handle))
         host, port = _address(ray.get(self._actors[0].serve.remote()))
         ray.get([actor.join.remote(host, port) for actor in self._actors])

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 import torch.fx
 
+from piper.brief import brief, count
 from piper.capture.batch import Batch
 from piper.capture.bodies import check_operators
 from piper.capture.constants import find_constants
@@ -21,6 +22,11 @@ from piper.ir.dag import Dag, Pass
 Node: TypeAlias = torch.fx.Node
 
 
+def _brief_captured(it: "Captured") -> str:
+    return f"{it.dag!r}, {count(len(it.constants), 'constant')}"
+
+
+@brief(_brief_captured)
 @dataclass(frozen=True, slots=True)
 class Captured:
     """The DAG, and the values of its constant buffers by name."""

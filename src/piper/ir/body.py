@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from piper.brief import brief, count
 from piper.dtypes import DType
 from piper.ids import BodyId
 from piper.ir.symbols import Dim, Expr, bind
@@ -102,6 +103,11 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rng: int | None = None
 
 
+def _brief_body(it: "Body") -> str:
+    return f"{len(it.inputs)} inputs, {count(len(it.calls), 'call')}, {len(it.outputs)} outputs"
+
+
+@brief(_brief_body)
 class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Inputs, calls in order, outputs (references), and the number of ``rng`` slots."""
 

@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from piper.brief import brief, count
 from piper.dtypes import DType
 from piper.ids import COMPUTE, BodyId, DeviceId, NodeId, Stream, ValueId
 from piper.ir.body import Body, TensorSpec
@@ -123,6 +124,11 @@ class Offloading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     stream: Stream
 
 
+def _brief_chunk(it: "Chunk") -> str:
+    return f"{it.id}: {it.label!r} on {_devices(it.devices)}, {len(it.inputs)} values in, {len(it.outputs)} out"
+
+
+@brief(_brief_chunk)
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag="chunk"):
     """A compute node. ``devices`` is ``None`` until it is placed.
 
@@ -161,6 +167,11 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, t
         return self.devices or ()
 
 
+def _brief_comm(it: "Comm") -> str:
+    return f"{it.id}: {it.label!r} among {_devices(it.participants)}, {len(it.inputs)} values in, {len(it.outputs)} out"
+
+
+@brief(_brief_comm)
 class Comm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag="comm"):
     """A communication node: each of ``groups`` communicates among its members, independently.
 
@@ -189,6 +200,14 @@ class Comm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, ta
 
 
 Node: TypeAlias = Chunk | Comm
+
+
+def _devices(devices: DeviceGroup | None) -> str:
+    """For people, a few of them."""
+    if devices is None:
+        return "no device yet"
+    shown = ", ".join(map(str, devices[:8]))
+    return f"devices [{shown}{', …' if len(devices) > 8 else ''}]"
 
 
 def _label(pass_: Pass, work: Work, tags: Tags) -> str:
@@ -348,6 +367,11 @@ class SplitDim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int
 
 
+def _brief_dag(it: "Dag") -> str:
+    return f"{count(len(it.nodes), 'node')}, {count(len(it.parameters), 'parameter')}, {count(len(it.bodies), 'piece')} of code, a batch of {count(it.batch_size, 'row')}, {count(len(it.directives), 'directive')} applied"
+
+
+@brief(_brief_dag)
 @dataclass(frozen=True)
 class Dag:
     """One training step. Every field is immutable by convention; change it through

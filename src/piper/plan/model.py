@@ -10,6 +10,7 @@ from itertools import islice
 
 import msgspec
 
+from piper.brief import brief, count
 from piper.ids import DeviceId, Slot, ValueId
 from piper.ir.dag import Dag, Role
 from piper.ops.base import CommunicatorId, Instruction, Message
@@ -37,6 +38,11 @@ class SlotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
     experts: tuple[int, int] | None = None
 
 
+def _brief_device_plan(it: "DevicePlan") -> str:
+    return f"device {it.device}: {count(len(it.instructions), 'instruction')}, {count(len(it.slots), 'slot')}"
+
+
+@brief(_brief_device_plan)
 class DevicePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one device does in a step."""
 
@@ -71,6 +77,11 @@ class CommunicatorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     members: tuple[DeviceId, ...]
 
 
+def _brief_plan(it: "Plan") -> str:
+    return f"{count(it.num_devices, 'device')}, {count(it.num_replicas, 'replica')} of {count(it.num_microbatches, 'microbatch').replace('hs', 'hes')} of {count(it.microbatch_size, 'row')}; {len(it.dag.nodes)} nodes, {sum(len(d.instructions) for d in it.devices)} instructions"
+
+
+@brief(_brief_plan)
 @dataclass(frozen=True)
 class Plan:
     """One training step on ``num_devices`` devices.

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from piper.boundary import public
+from piper.brief import brief, count
 from piper.errors import ConfigError
 from piper.ids import BodyId
 from piper.ir.dag import Chunk, Dag
@@ -47,6 +48,11 @@ class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Link(self.travel.fixed, 1 / max(self.travel.per_byte, 1e-15))
 
 
+def _brief_profile(it: "Profile") -> str:
+    return f"{it.machine!r}, {count(len(it.chunks), 'chunk')}, {count(len(it.collectives), 'kind')} of collectives"
+
+
+@brief(_brief_profile)
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Durations measured on one device. Implements :class:`~piper.plan.costs.Costs`.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from piper.brief import brief, count
 from piper.devices.tensors import dtype_name
 from piper.errors import StateError, nearest
 from piper.ir.body import TensorSpec
@@ -14,6 +15,11 @@ from piper.ir.dag import Buffer, ElementTypes, Parameter
 from piper.runtime.slices import Shard
 
 
+def _brief_optimizer_snapshot(it: "OptimizerSnapshot") -> str:
+    return f"state of {count(len(it.state), 'parameter')}, {count(len(it.groups), 'group')}"
+
+
+@brief(_brief_optimizer_snapshot)
 @dataclass(frozen=True, slots=True)
 class OptimizerSnapshot:
     """Optimizer state by parameter name, and each group's options (learning rates before the
@@ -24,6 +30,11 @@ class OptimizerSnapshot:
     groups: tuple[dict[str, object], ...]
 
 
+def _brief_state_snapshot(it: "StateSnapshot") -> str:
+    return f"{count(len(it.parameters), 'parameter')}, {count(len(it.buffers), 'buffer')}, {count(len(it.shards), 'slice')}, {'no' if it.optimizer is None else 'with'} optimizer state"
+
+
+@brief(_brief_state_snapshot)
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
     """Parameters and buffers by their first names, and the optimizer's state. The mappings may read

@@ -1,7 +1,6 @@
 """What runs on each device: its plans, its state, and whole runs of steps."""
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from piper.boundary import shown
 from piper.devices.base import TorchDevice
 from piper.errors import RunError
 from piper.ids import DeviceId
@@ -324,7 +324,7 @@ class Worker:
             found = signature_of(leaves)
         except Exception as error:
             raise RunError(
-                f"device {self._rank}: the batch of step {step} could not be loaded: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+                f"device {self._rank}: the batch of step {step} could not be loaded: {type(error).__name__}: {error}\n{shown(error)}"
             ) from error
         loaded.context.leaves = leaves
         return None if found == loaded.signature else found

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from piper.boundary import public
+from piper.brief import brief, count
 from piper.errors import PlanError
 from piper.ids import COMPUTE, DeviceId, NodeId, Stream
 
@@ -72,6 +73,11 @@ class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         return self.end - self.start
 
 
+def _brief_lane(it: "Lane") -> str:
+    return f"{it.stream!r}: {len(it.boxes)} boxes"
+
+
+@brief(_brief_lane)
 class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One stream of a device and its boxes in issue order."""
 
@@ -79,6 +85,11 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     boxes: tuple[Box, ...]
 
 
+def _brief_memory_curve(it: "MemoryCurve") -> str:
+    return f"{count(len(it.times), 'time')}, {len(it.nbytes)} categories"
+
+
+@brief(_brief_memory_curve)
 class MemoryCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes that are alive: ``nbytes[category][i]`` from ``times[i]`` on. Empty where memory was
     not counted.
@@ -88,6 +99,11 @@ class MemoryCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: dict[str, tuple[int, ...]] = {}
 
 
+def _brief_device_timeline(it: "DeviceTimeline") -> str:
+    return f"device {it.device}: {count(len(it.lanes), 'stream')}, bubble {it.bubble:.1%}"
+
+
+@brief(_brief_device_timeline)
 class DeviceTimeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one device does.
 
@@ -125,6 +141,11 @@ class Critical(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
     end: float
 
 
+def _brief_timeline(it: "Timeline") -> str:
+    return f"{it.source.value}, {time_text(it.seconds, it.unit)}, {count(it.num_devices, 'device')}, bubble {it.bubble:.1%}"
+
+
+@brief(_brief_timeline)
 class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One training step. ``seconds`` is its length, ``splits`` the names of the tags that are split
     dimensions. ``flops`` counts the chunks' floating-point operations on all devices,

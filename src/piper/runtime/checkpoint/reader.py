@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from piper.boundary import public
+from piper.brief import brief, count
 from piper.devices.tensors import torch_dtype
 from piper.errors import CheckpointError
 from piper.runtime.checkpoint.index import (
@@ -33,6 +34,11 @@ from piper.runtime.tensor_file import (
 T = TypeVar("T")
 
 
+def _brief_checkpoint(it: "Checkpoint") -> str:
+    return f"{str(it.path)!r}, {count(it.step, 'step')} done"
+
+
+@brief(_brief_checkpoint)
 @public
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
