@@ -1,12 +1,16 @@
 """What cannot run in plain PyTorch is answered by PyTorch's own error and the user's line."""
 
+import warnings
+
 import pytest
 import torch
 from tests.cases.equal import randn
 from torch import nn
 
 import piper
-from piper.errors import CaptureError, ConfigError
+from piper.api.trial import warn_of_evaluation_mode
+from piper.api.trial.rows import likely_rows
+from piper.errors import CaptureError, ConfigError, PiperWarning
 
 F = nn.functional
 STRATEGY = piper.strategies.pipeline("1f1b", [[0], [1]], 2)
@@ -115,3 +119,72 @@ def test_a_microbatch_without_weight_is_passed_over():
         Two(), loss_fn, STRATEGY, batch, optimizer=None, backend="inprocess"
     ) as trainer:
         assert trainer.evaluate(*batch).loss > 0
+
+
+class Dropping(Two):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(8)
+
+    def last(self, h):
+        return self.norm(self.b(self.drop(h)))
+
+
+def opened(model, batch=None, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)):
+    batch = batch or (randn(8, 8).float(), randn(8, 8, seed=1).float())
+    return piper.compile(
+        model, F.mse_loss, STRATEGY, batch, optimizer=optimizer, backend="inprocess"
+    )
+
+
+def test_a_model_in_evaluation_mode_is_warned_of_once():
+    with pytest.warns(PiperWarning, match="evaluation mode") as found, opened(Dropping().eval()):
+        pass
+    assert len(found) == 1
+    assert "drop (Dropout), norm (BatchNorm1d)" in str(found[0].message)
+
+
+def frozen_part(model):
+    model.a.requires_grad_(requires_grad=False)
+    model.a = nn.Sequential(model.a, nn.Dropout(0.5)).eval()
+    return model
+
+
+def frozen_statistics(model):
+    model.norm.eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [frozen_part(Two()), frozen_statistics(Dropping()), Two().eval(), Dropping()],
+    ids=["a frozen part", "statistics alone", "nothing to switch off", "training mode"],
+)
+def test_what_is_in_evaluation_mode_on_purpose_is_not_warned_of(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PiperWarning)
+        warn_of_evaluation_mode(model)
+
+
+@pytest.mark.full
+def test_a_later_batch_that_fails_in_plain_pytorch_names_the_line():
+    short = randn(8, 3, 8).float(), randn(8, 3, 8).float()
+    with opened(Positions(), short) as trainer:
+        trainer.step(*short)
+        with pytest.raises(CaptureError, match=r"# too long.*IndexError"):
+            trainer.step(randn(8, 6, 8).float(), randn(8, 6, 8).float())
+        trainer.step(*short)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rows"),
+    [
+        ([], 12),
+        ([piper.Split({}, num_microbatches=3)], 4),
+        (piper.strategies.pipeline("1f1b", [[0, 1], [2, 3]], 3), 2),
+        ([piper.Replicate({}, devices=[[0, 1], [2, 3]])], 3),
+        ([piper.Split({}, num_microbatches=24)], 1),
+    ],
+)
+def test_rows_of_a_microbatch_are_read_off_the_strategy(strategy, rows):
+    assert likely_rows(strategy, 12) == rows

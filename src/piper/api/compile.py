@@ -10,7 +10,7 @@ from piper.api.loss_check import warn_unless_mean
 from piper.api.memory import frame_bytes, make_limits, optimizer_bytes
 from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.trainer import Trainer
-from piper.api.trial import Trial
+from piper.api.trial import Trial, warn_of_evaluation_mode
 from piper.backends import make_backend
 from piper.backends.base import Backend
 from piper.boundary import public
@@ -83,8 +83,16 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
             the halves of a split backward, each distinct body once in a process; results are cached
             on disk). A chunk that cannot be compiled is a :class:`CompileError`, or, with
             ``"fallback"``, runs as it is, with a warning.
-        verify_capture: compare one microbatch's loss and gradients with eager PyTorch first
-            (skipped on the meta device).
+        verify_capture: run one microbatch in plain PyTorch first, twice from the Python state that
+            the first run leaves: what fails there, a loss that is not finite, and whatever tracing
+            would freeze (random numbers outside torch, attributes that the forward changes) is an
+            error with the user's line, or, where nothing depends on it yet, a warning. Then compare
+            the graph's loss, gradients and buffers with plain PyTorch's. All in all four steps of
+            one microbatch on the driver, and copies of the model's tensors meanwhile; the logger
+            ``piper.trial`` says at level DEBUG how long they took. The model and the random states
+            are left as they were. Not seen: state in extension types and on the meta device, where
+            only shapes are run. Batches of other shapes, later, are run once before they are
+            captured. With ``False`` plain PyTorch is only run to explain a capture that fails.
         memory_budget: bytes, or a text such as ``"512MiB"``: bounds the planned peak of every
             device, optimizer state included, in every plan that the trainer makes.
         receive_bytes: bounds what a device receives before it is needed; see :func:`piper.plan`.
@@ -116,6 +124,8 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
         )
     programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy, limits)
     example = programs.pair(example_batch)
+    if optimizer is not None:
+        warn_of_evaluation_mode(model)
     trial = Trial(programs, example, seed)
     eager = trial.before_capture() if verify_capture else None
     with trial.blaming():
@@ -123,6 +133,7 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     weights = init if init is not None else _weights(model)
     if verify_capture and not _on_meta(model):
         trial.after_capture(program)
+        programs.rehearse = trial.rehearse
     warn_unless_mean(programs, program, example, eager)
     return Trainer(
         programs, program, make_backend(backend), weights, spec, seed, compilation(compile)

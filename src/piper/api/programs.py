@@ -1,7 +1,7 @@
 """From a model, a strategy and a batch to a verified plan; one per batch signature, made once."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -86,6 +86,8 @@ class Programs:
         self.model, self.batch_dims = model, batch_dims
         self.own_loss, self.loss_fn = loss_fn is None, loss_function(loss_fn)
         self.strategy = as_strategy(strategy)
+        # What is to be tried with a batch of a new signature before it is captured.
+        self.rehearse: Callable[[Batch], None] | None = None
         self._made: dict[tuple[object, ...], Program] = {}
         self._captured: dict[tuple[object, ...], Captured] = {}
 
@@ -148,6 +150,8 @@ class Programs:
             return apply(core, strategy)
 
         if alike not in self._captured:
+            if self.rehearse is not None:
+                self.rehearse(batch)
             self._captured[alike] = self._capture(batch, None, grad=grad)
         dag = applied()
         size = microbatch_size(dag)

@@ -6,8 +6,8 @@ would freeze, ``reproduce`` repeats the run and names what makes its result anot
 finds the line.
 """
 
-import sys
-import warnings
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,15 +15,20 @@ from functools import partial
 from piper.api.programs import Program, Programs
 from piper.api.trial.eager import EagerModel, EagerRun, eager_model, first_microbatch
 from piper.api.trial.graph import GraphCheck
+from piper.api.trial.modes import warn_of_evaluation_mode
 from piper.api.trial.parting import first_parting
 from piper.api.trial.reproduce import Reproduction, line_of_tensor
+from piper.api.trial.rows import likely_rows
 from piper.api.trial.state import Watch
 from piper.api.trial.untouched import untouched
-from piper.capture.explain import is_inside
-from piper.errors import CaptureError, FilterError, PiperWarning
+from piper.boundary import warn
+from piper.errors import CaptureError, FilterError
 from piper.runtime.batch import Batch
 
-__all__ = ["EagerRun", "Trial"]
+__all__ = ["EagerRun", "Trial", "warn_of_evaluation_mode"]
+
+LOGGER = logging.getLogger("piper.trial")
+"""Says at level DEBUG how long each part took."""
 
 
 class Trial:
@@ -48,7 +53,7 @@ class Trial:
             return None
         watch = Watch(eager.model, eager.loss_fn)
         before = watch.look()
-        with untouched(eager.model):
+        with _logged("two runs of a microbatch in plain PyTorch"), untouched(eager.model):
             try:
                 first, run = first_microbatch(eager, self._programs.strategy, before.restore)
                 again = Reproduction(run, watch)
@@ -57,12 +62,12 @@ class Trial:
             finally:
                 before.restore()
         if found.changing:
-            _warn(
+            warn(
                 f"the forward changes {', '.join(found.changing)} in every call. The captured graph keeps what it was at capture; nothing depended "
                 "on it in two runs, but what does in a later call (a threshold, a schedule) would be wrong. Make it a buffer or an input of the batch"
             )
         if found.drawn:
-            _warn(
+            warn(
                 f"the forward draws random numbers from {', '.join(found.drawn)}. Whatever depends on them would be frozen; in several runs nothing "
                 "did. Draw with torch instead"
             )
@@ -79,7 +84,7 @@ class Trial:
         if eager is None:
             return
         before = Watch(eager.model, eager.loss_fn).look()
-        with untouched(eager.model):
+        with _logged("a microbatch of the graph next to plain PyTorch"), untouched(eager.model):
             try:
                 self._compare(GraphCheck(self._programs, program, self._batch, self._seed), eager)
             finally:
@@ -107,6 +112,23 @@ class Trial:
             "bug of piper. verify_capture=False skips this check"
         )
 
+    def rehearse(self, batch: Batch) -> None:
+        """Run a microbatch of another *batch* in plain PyTorch, once: what fails there (a sequence
+        longer than a table) is said with the user's line, before it is captured.
+
+        Raises :class:`CaptureError`.
+        """
+        eager = self._eager(batch)
+        if eager is None:
+            return
+        before = Watch(eager.model, eager.loss_fn).look()
+        size = 1 if eager.batch.size is None else eager.batch.size
+        with _logged("a microbatch of another shape"), untouched(eager.model):
+            try:
+                eager.run(0, likely_rows(self._programs.strategy, size))
+            finally:
+                before.restore()
+
     @contextmanager
     def blaming(self) -> Iterator[None]:
         """Around the capture: if that fails, and nothing was run before, see whether plain PyTorch
@@ -119,14 +141,14 @@ class Trial:
                 self.before_capture()
             raise
 
-    def _eager(self) -> EagerModel | None:
+    def _eager(self, batch: Batch | None = None) -> EagerModel | None:
         p = self._programs
-        return eager_model(p.model, p.loss_fn, self._batch, p.batch_dims, self._seed, p.precision)
+        given = self._batch if batch is None else batch
+        return eager_model(p.model, p.loss_fn, given, p.batch_dims, self._seed, p.precision)
 
 
-def _warn(message: str) -> None:
-    """Warn at the line that called piper."""
-    depth, frame = 1, sys._getframe()  # noqa: SLF001 (the documented way to a caller's file)
-    while is_inside(frame.f_code.co_filename) and frame.f_back is not None:
-        depth, frame = depth + 1, frame.f_back
-    warnings.warn(message, PiperWarning, stacklevel=depth)
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    LOGGER.debug("%s: %.3f s", what, time.perf_counter() - begin)
