@@ -103,7 +103,8 @@ class Reference:
         sums: dict[str, torch.Tensor] = {}
         for number, part in enumerate(self._rows.parts(batch, num_microbatches)):
             used = _Parameters(self.state, self._precision)
-            loss, weight, found = self._run(part, step, number, used, seed)
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                loss, weight, found = self._run(part, step, number, used, seed)
             for name, gradient in found.items():
                 sums[name] = sums[name] + gradient if name in sums else gradient
             total_loss += float(loss.detach())

@@ -183,8 +183,10 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     operators are included. Use it around the forward of one microbatch, and around its backward:
     the ordinal of the next call is the seed of torch's default generator, so that a checkpoint,
     which puts that generator's state back to repeat a forward, repeats its numbers too. Afterwards
-    the default generator is as it was.
+    the default generator is as it was. One thread at a time is inside.
     """
+
+    _alone = threading.RLock()  # there is one default generator
 
     def __init__(self, seed: int, step: int, microbatch: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -192,6 +194,7 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._before: list[torch.Tensor] = []
 
     def __enter__(self) -> Self:
+        self._alone.acquire()
         self._before.append(torch.default_generator.get_state())
         torch.default_generator.manual_seed(0)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
@@ -205,6 +208,7 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's own
         torch.default_generator.set_state(self._before.pop())
+        self._alone.release()
 
     def __torch_dispatch__(
         self,

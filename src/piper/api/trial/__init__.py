@@ -7,6 +7,7 @@ finds the line.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ __all__ = ["EagerRun", "Trial", "warn_of_evaluation_mode"]
 
 LOGGER = logging.getLogger("piper.trial")
 """Says at level DEBUG how long each part took."""
+
+_ALONE = threading.RLock()
+"""The random states of the process are looked at and put back: one trial at a time."""
 
 
 class Trial:
@@ -53,7 +57,7 @@ class Trial:
             return None
         watch = Watch(eager.model, eager.loss_fn)
         before = watch.look()
-        with _logged("two runs of a microbatch in plain PyTorch"), untouched(eager.model):
+        with _ALONE, _logged("two runs of a microbatch in plain PyTorch"), untouched(eager.model):
             try:
                 first, run = first_microbatch(eager, self._programs.strategy, before.restore)
                 again = Reproduction(run, watch)
@@ -84,7 +88,11 @@ class Trial:
         if eager is None:
             return
         before = Watch(eager.model, eager.loss_fn).look()
-        with _logged("a microbatch of the graph next to plain PyTorch"), untouched(eager.model):
+        with (
+            _ALONE,
+            _logged("a microbatch of the graph next to plain PyTorch"),
+            untouched(eager.model),
+        ):
             try:
                 self._compare(GraphCheck(self._programs, program, self._batch, self._seed), eager)
             finally:
@@ -123,7 +131,7 @@ class Trial:
             return
         before = Watch(eager.model, eager.loss_fn).look()
         size = 1 if eager.batch.size is None else eager.batch.size
-        with _logged("a microbatch of another shape"), untouched(eager.model):
+        with _ALONE, _logged("a microbatch of another shape"), untouched(eager.model):
             try:
                 eager.run(0, likely_rows(self._programs.strategy, size))
             finally:

@@ -32,7 +32,7 @@ from torch import nn
 from piper.capture.explain import is_user_file
 
 MOST_VALUES = 100_000
-"""Values that are looked at, at most."""
+"""Values that are looked at in one place, at most."""
 
 DEEPEST = 12
 """Nesting that is looked at."""
@@ -118,14 +118,14 @@ class Watch:
 
     def look(self) -> State:
         """Everything as it is now."""
-        walk = _Walk(self._registered())
+        registered = self._registered()
         seen: dict[str, Seen] = {}
         spaces: list[_Space] = []
         for space, names in self._spaces():
             entries = {name: (key, space[key]) for key, name in names.items()}
             spaces.append(_Space(space, entries))
             for key, name in names.items():
-                seen[name] = walk.look(space[key])
+                seen[name] = _Walk(registered).look(space[key])
         return State(seen, spaces)
 
     def token(self, name: str) -> object:
@@ -379,11 +379,11 @@ class _Walk:
         return Seen(tuple(self._tokens), text, self._kind, self._undo)
 
     def _visit(self, value: object, depth: int) -> None:
-        if isinstance(value, _ATOMS):
-            self._tokens.append((type(value).__name__, repr(value)))
-            return
         self._count += 1
         if self._count > MOST_VALUES or depth > DEEPEST:
+            return
+        if isinstance(value, _ATOMS):
+            self._tokens.append((type(value).__name__, repr(value)))
             return
         if id(value) in self._met or id(value) in self._registered:
             self._tokens.append(self._met.get(id(value), "registered"))
@@ -434,6 +434,8 @@ class _Walk:
         if isinstance(value, dict):
             self._undo.append(partial(_refill_dict, value, dict(value)))
             for key, child in list(value.items()):
+                if self._count > MOST_VALUES:
+                    break
                 self._tokens.append(repr(key) if isinstance(key, _ATOMS) else type(key).__name__)
                 self._visit(child, depth + 1)
             return
@@ -450,6 +452,8 @@ class _Walk:
         elif isinstance(value, deque):
             self._undo.append(partial(_refill_deque, value, list(value)))
         for child in list(value):
+            if self._count > MOST_VALUES:
+                break
             self._visit(child, depth + 1)
 
     def _attributes(self, value: object, depth: int) -> None:
