@@ -20,7 +20,7 @@ from piper.api.trial.modes import warn_of_evaluation_mode
 from piper.api.trial.parting import first_parting
 from piper.api.trial.reproduce import Reproduction, line_of_tensor
 from piper.api.trial.rows import likely_rows
-from piper.api.trial.state import Watch
+from piper.api.trial.state import State, Watch
 from piper.api.trial.untouched import untouched
 from piper.boundary import warn
 from piper.errors import CaptureError, FilterError
@@ -55,16 +55,11 @@ class Trial:
         eager = self._eager()
         if eager is None:
             return None
-        watch = Watch(eager.model, eager.loss_fn)
-        before = watch.look()
-        with _ALONE, _logged("two runs of a microbatch in plain PyTorch"), untouched(eager.model):
-            try:
-                first, run = first_microbatch(eager, self._programs.strategy, before.restore)
-                again = Reproduction(run, watch)
-                again.require_unwritten(first, before, eager.model)
-                found = again.prove(first, before)
-            finally:
-                before.restore()
+        with _observed(eager, "two runs of a microbatch in plain PyTorch") as (watch, before):
+            first, run = first_microbatch(eager, self._programs.strategy, before.restore)
+            again = Reproduction(run, watch)
+            again.require_unwritten(first, before, eager.model)
+            found = again.prove(first, before)
         if found.changing:
             warn(
                 f"the forward changes {', '.join(found.changing)} in every call. The captured graph keeps what it was at capture; nothing depended "
@@ -87,16 +82,8 @@ class Trial:
         eager = self._eager()
         if eager is None:
             return
-        before = Watch(eager.model, eager.loss_fn).look()
-        with (
-            _ALONE,
-            _logged("a microbatch of the graph next to plain PyTorch"),
-            untouched(eager.model),
-        ):
-            try:
-                self._compare(GraphCheck(self._programs, program, self._batch, self._seed), eager)
-            finally:
-                before.restore()
+        with _observed(eager, "a microbatch of the graph next to plain PyTorch"):
+            self._compare(GraphCheck(self._programs, program, self._batch, self._seed), eager)
 
     def _compare(self, check: GraphCheck, eager: EagerModel) -> None:
         mismatch = check.compare()
@@ -129,13 +116,9 @@ class Trial:
         eager = self._eager(batch)
         if eager is None:
             return
-        before = Watch(eager.model, eager.loss_fn).look()
         size = 1 if eager.batch.size is None else eager.batch.size
-        with _ALONE, _logged("a microbatch of another shape"), untouched(eager.model):
-            try:
-                eager.run(0, likely_rows(self._programs.strategy, size))
-            finally:
-                before.restore()
+        with _observed(eager, "a microbatch of another shape"):
+            eager.run(0, likely_rows(self._programs.strategy, size))
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
@@ -156,7 +139,14 @@ class Trial:
 
 
 @contextmanager
-def _logged(what: str) -> Iterator[None]:
+def _observed(eager: EagerModel, what: str) -> Iterator[tuple[Watch, State]]:
+    """What looks at the state of the model, and how it was before; afterwards it is so again."""
     begin = time.perf_counter()
-    yield
+    with _ALONE, untouched(eager.model):
+        watch = Watch(eager.model, eager.loss_fn)
+        before = watch.look()
+        try:
+            yield watch, before
+        finally:
+            before.restore()
     LOGGER.debug("%s: %.3f s", what, time.perf_counter() - begin)
