@@ -85,8 +85,14 @@ def _decoder(model: str, **sizes: object) -> Family:
 def _gpt2(**changes: object) -> nn.Module:
     import transformers
 
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": LAYERS}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, n_head=2, **changes))
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_positions": 16,
+        "n_embd": 16,
+        "n_layer": LAYERS,
+        "n_head": 2,
+    }
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **changes}))
 
 
 def _bert(**changes: object) -> nn.Module:
@@ -94,13 +100,15 @@ def _bert(**changes: object) -> nn.Module:
 
     return transformers.BertForMaskedLM(
         transformers.BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-            **changes,
+            **{
+                "vocab_size": VOCABULARY,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 16,
+                **changes,
+            }
         )
     )
 
@@ -110,15 +118,17 @@ def _t5(**changes: object) -> nn.Module:
 
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=24,
-            num_layers=LAYERS // 2,
-            num_heads=2,
-            relative_attention_num_buckets=4,
-            relative_attention_max_distance=8,
-            **changes,
+            **{
+                "vocab_size": VOCABULARY,
+                "d_model": 16,
+                "d_kv": 8,
+                "d_ff": 24,
+                "num_layers": LAYERS // 2,
+                "num_heads": 2,
+                "relative_attention_num_buckets": 4,
+                "relative_attention_max_distance": 8,
+                **changes,
+            }
         )
     )
 
@@ -128,12 +138,14 @@ def _mamba(**changes: object) -> nn.Module:
 
     return transformers.MambaForCausalLM(
         transformers.MambaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            state_size=4,
-            num_hidden_layers=LAYERS,
-            time_step_rank=2,
-            **changes,
+            **{
+                "vocab_size": VOCABULARY,
+                "hidden_size": 16,
+                "state_size": 4,
+                "num_hidden_layers": LAYERS,
+                "time_step_rank": 2,
+                **changes,
+            }
         )
     )
 
@@ -143,14 +155,16 @@ def _vit(**changes: object) -> nn.Module:
 
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=2,
-            image_size=8,
-            patch_size=4,
-            num_labels=5,
-            **changes,
+            **{
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 4,
+                "num_labels": 5,
+                **changes,
+            }
         )
     )
 
