@@ -15,7 +15,7 @@ from piper.api.rows import Rows
 from piper.api.separate_uses import SeparateUses
 from piper.api.swapped import with_tensors
 from piper.capture.batch import as_arguments
-from piper.capture.joint import LossFn, traceable_paths
+from piper.capture.joint import LossFn, captured_kernels
 from piper.capture.loss import check_weight, read_loss
 from piper.capture.precision import Precision, cast, is_cast
 from piper.devices.tensors import torch_dtype
@@ -189,7 +189,7 @@ class Reference:
         args, kwargs = as_arguments(inputs)
         # A policy rounds what each kernel makes: then it must be the kernels that were captured.
         captured = self._precision is not None
-        paths = traceable_paths() if captured else nullcontext()
+        paths = captured_kernels() if captured else nullcontext()
         experts = (capturable_experts if captured else plain_experts)(self._model)
         with paths, experts, used.separate():
             if self._precision is not None:

@@ -4,7 +4,8 @@ laptop.
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -68,6 +69,18 @@ class InProcessBackend(WorkerBackend):
             failure = root_cause([failure_of(rank, error) for rank, error in failed.items()])
             raise failure.error() from failed[failure.device]
         return results
+
+    @contextmanager
+    def computing_alike(self) -> Iterator[None]:
+        """Inside, this thread computes on as many threads as each worker: some kernels (the
+        backward of a layer norm) add up one part per thread, and round each part.
+        """
+        mine = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(mine)
 
     def _run_threads(self, call: Callable[[int], None]) -> None:
         """Run ``call(rank)`` on a thread per device, to the end of all of them."""

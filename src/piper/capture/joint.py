@@ -18,6 +18,7 @@ import torch.fx
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
@@ -335,6 +336,16 @@ def traceable_paths() -> Iterator[None]:
         yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextmanager
+def captured_kernels() -> Iterator[None]:
+    """Eager PyTorch inside calls the kernels that a capture records: libraries take the paths that
+    they take when captured, and torch takes composite operators (dropout, also that of attention)
+    apart as its tracer does.
+    """
+    with traceable_paths(), enable_python_dispatcher():
+        yield
 
 
 def _refuse_foreign_parameters(module: torch.fx.GraphModule) -> None:
