@@ -9,6 +9,11 @@ import torch
 
 from piper.errors import CaptureError
 
+WEIGHT = torch.float64
+"""What weights are added up in, whatever type they come in: a sum of truth values is a count, and
+counts of int8 or bfloat16 end soon.
+"""
+
 _PAIR = (
     "a pair is (sum, weight): the loss summed over what it counts (rows, valid tokens), and how much that is; both are added up over "
     "microbatches and replicas, and the step's loss is their quotient"
@@ -18,7 +23,7 @@ _PAIR = (
 @dataclass(frozen=True, slots=True)
 class Loss:
     """The loss of a microbatch: scalars. Without a ``weight``, ``value`` is the mean over the rows;
-    with one, a sum. The weight carries no gradient.
+    with one, a sum. The weight is of type :data:`WEIGHT` and carries no gradient.
     """
 
     value: torch.Tensor
@@ -76,7 +81,7 @@ def _weight(weight: object, loss: torch.Tensor) -> torch.Tensor:
                 f"the loss weight must be a finite number above 0, found {weight}; {_PAIR}"
             )
         # (torch's stubs do not say that a fill value may be symbolic)
-        return loss.new_full((), weight)  # type: ignore[arg-type]
+        return loss.new_full((), weight, dtype=WEIGHT)  # type: ignore[arg-type]
     if not isinstance(weight, torch.Tensor):
         raise CaptureError(
             f"the loss weight must be a number or scalar tensor, found {_described(weight)}; {_PAIR}. Return the loss alone if the second "
@@ -94,7 +99,7 @@ def _weight(weight: object, loss: torch.Tensor) -> torch.Tensor:
             f"the loss weight depends on trained parameters (it requires a gradient): {_PAIR}. No gradient goes through a weight. If the "
             "second is a loss, such as an auxiliary one, add it to the first and return the sum of both; if it is a weight, .detach() it"
         )
-    return weight
+    return weight.to(WEIGHT)
 
 
 def _described(found: object) -> str:
