@@ -49,6 +49,9 @@ def sum_weights(builder: Builder, groups: Collection[Group]) -> Mapping[Group, V
     for group in groups:
         if group in found or group is None or maker.devices is None:
             continue
+        if set(group) <= set(members):  # each has the sum already
+            found[group] = whole
+            continue
         stream = maker.p2p_stream or P2P_STREAM
         if len(group) == len(maker.devices) and set(group).isdisjoint(maker.devices):
             found[group] = transfer(builder, whole, source, group, "update", stream)
