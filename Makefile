@@ -11,13 +11,14 @@ STAMP  := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-full fuzz lint format bench clean
+.PHONY: help demo test test-full fuzz fuzz-files lint format bench clean
 
 help:
 	@echo "make demo       train a small GPT on 4 local workers (pipeline x data parallel), about 4 minutes"
 	@echo "make test       the test suite, about 13 minutes on 2 cores"
 	@echo "make test-full  the test suite with the slow tests"
 	@echo "make fuzz       N=2000 random compositions against plain PyTorch; goes on where it ended"
+	@echo "make fuzz-files N=20000  damage so many files of each kind, and read them"
 	@echo "make lint       ruff, mypy, layers"
 	@echo "make format     let ruff rewrite the sources"
 	@echo "make bench      the benchmarks, about 40 minutes; on a quiet machine"
@@ -44,6 +45,9 @@ N     ?= 2000
 FIRST ?= 1000
 fuzz: $(STAMP)
 	PYTHONPATH=. nice -n 19 $(BIN)/python -m tests.random.fuzz $(N) --first $(FIRST)
+
+fuzz-files: $(STAMP)
+	PYTHONPATH=. nice -n 19 $(BIN)/python -m tests.fuzz.campaign -n $(N)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

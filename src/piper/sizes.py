@@ -4,6 +4,7 @@ import re
 from typing import TypeAlias
 
 from piper.errors import ConfigError
+from piper.limits import MAX_NUMBER
 
 _UNITS = {
     "": 1,
@@ -27,7 +28,10 @@ def to_bytes(size: Size, what: str) -> int:
         raise ConfigError(
             f'{what}: expected bytes, as a number or with a unit such as "512MiB" or "80GB", found {size!r}'
         )
-    return int(float(found[1]) * _UNITS[found[2]]) if found[2] else int(float(found[1]))
+    number = float(found[1]) * _UNITS[found[2]]
+    if number > MAX_NUMBER:
+        raise ConfigError(f"{what}: expected at most 2^63 bytes, found {size!r:.40}")
+    return int(number)
 
 
 def size_text(nbytes: int) -> str:

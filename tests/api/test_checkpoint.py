@@ -5,6 +5,7 @@ import errno
 import json
 import shutil
 
+import msgspec
 import pytest
 import torch
 from tests.api.test_accumulation import batch_of
@@ -15,6 +16,7 @@ import piper
 from piper.api import checkpoint as api
 from piper.errors import CheckpointError, RunError, StateError
 from piper.runtime import tensor_file
+from piper.runtime.checkpoint.index import Index, seal
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,7 +58,10 @@ def edit(saved, change):
     path = saved / "index.json"
     index = json.loads(path.read_text())
     change(index)
-    path.write_text(json.dumps(index))
+    try:  # so that what is refused is refused for itself, not for a digest that does not fit
+        path.write_bytes(seal(msgspec.convert(index, Index)))
+    except msgspec.ValidationError:
+        path.write_text(json.dumps(index))
 
 
 def state_of(trainer):
@@ -94,11 +99,13 @@ def test_no_checkpoint(trainer, tmp_path):
 def test_an_index_cut_short(trainer, saved):
     content = (saved / "index.json").read_bytes()
     (saved / "index.json").write_bytes(content[: len(content) // 2])
-    assert_refused(trainer, saved, "expected the index of a checkpoint: Input data was truncated")
+    assert_refused(
+        trainer, saved, "expected the index of a checkpoint: not JSON: Input data was truncated"
+    )
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("version", 2), ("format", "another"), ("version", 0)]
+    ("field", "value"), [("version", 3), ("format", "another"), ("version", 0)]
 )
 def test_another_format(trainer, saved, field, value):
     def change(index):
@@ -106,7 +113,7 @@ def test_another_format(trainer, saved, field, value):
         index["unknown"] = 1
 
     edit(saved, change)
-    message = f"expected 'piper checkpoint', version 1, found .*{value}"
+    message = f"expected 'piper checkpoint', version 2, found .*{value}"
     assert_refused(trainer, saved, message)
 
 
@@ -156,16 +163,16 @@ def test_a_lost_file(trainer, saved):
         ),
         (
             lambda i: i["buffers"].update(mean=i["parameters"]["gain"]),
-            "unexpected buffer 'mean'",
+            "'mean': .* is another's too",
         ),
         (
             lambda i: i["optimizer"]["tensors"].update(other=i["optimizer"]["tensors"]["gain"]),
-            "unexpected optimizer state of parameter 'other'",
+            "of 'other': .* is another's too",
         ),
         (lambda i: i.update(optimizer=None), "no state of an optimizer"),
         (
             lambda i: i["optimizer"].update(groups=i["optimizer"]["groups"] * 2),
-            "its optimizer has 2 parameter groups, this trainer's 1",
+            "is in another group too",
         ),
         (
             lambda i: i["optimizer"]["groups"][0]["names"].remove("gain"),

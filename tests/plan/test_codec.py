@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.support.synthetic import chain
+from tests.support.synthetic import OPAQUE, chain
 
 from piper.directives.order import Order
 from piper.directives.replicate import Replicate
@@ -155,14 +155,14 @@ def test_another_version_is_refused_as_such(planned, name, also):
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff"])
 def test_not_json(planned, data):
-    with pytest.raises(PlanError, match=r"manifest\.json is not JSON"):
+    with pytest.raises(PlanError, match=r"manifest\.json: not JSON"):
         decode_plan({**encode_plan(planned), "manifest.json": data})
 
 
 def test_a_changed_body_is_noticed(planned):
     files = dict(encode_plan(planned))
     data = files["manifest.json"].decode()
-    files["manifest.json"] = data.replace("opaque.output0", "opaque.other0", 1).encode()
+    files["manifest.json"] = data.replace(OPAQUE[0], OPAQUE[2], 1).encode()
     with pytest.raises(
         PlanError, match=r"the body filed as \w+ has content hash \w+: it was changed"
     ):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from msgspec.structs import replace as replace_struct
-from tests.support.synthetic import chain
+from tests.support.synthetic import chain, refitted
 
 from piper.directives.place import Place
 from piper.directives.replicate import Replicate
@@ -212,7 +212,7 @@ class TestPrograms:
             c.id: replace_struct(c, inputs=(*c.inputs, loss), work=dag.nodes[c.id].work)
             for c in (first, last)
         }
-        planned = plan(apply(replace_nodes(dag, changed).dag, pipeline(2, 2)))
+        planned = plan(apply(refitted(replace_nodes(dag, changed).dag), pipeline(2, 2)))
         verify(planned)
         assert len(of(Send, planned.devices[1])) == 2 * 2
 
@@ -220,7 +220,7 @@ class TestPrograms:
         dag = chain(2)
         chunk = dag.nodes[1]
         doubled = replace_struct(chunk, inputs=(*chunk.inputs, chunk.inputs[0]))
-        verify(plan(apply(replace_nodes(dag, {chunk.id: doubled}).dag, pipeline(2, 2))))
+        verify(plan(apply(refitted(replace_nodes(dag, {chunk.id: doubled}).dag), pipeline(2, 2))))
 
     def test_results_that_nothing_reads_are_freed(self):
         planned = plan(forward_only(chain(3, multi=True)))
@@ -239,7 +239,7 @@ class TestPrograms:
             )
             for i, inputs in enumerate([(), (ValueId(0),)])
         }
-        verify(plan(apply(replace_nodes(dag, lonely).dag, pipeline(2, 2))))
+        verify(plan(apply(refitted(replace_nodes(dag, lonely).dag), pipeline(2, 2))))
 
     @pytest.mark.parametrize("weighted", [False, True])
     def test_evaluation_has_no_updates(self, weighted):

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -14,6 +15,7 @@ from tests.training.test_loop import TEXT, TOLERANCE, Interrupting, workers
 import piper
 from piper.api import checkpoint as api
 from piper.errors import CheckpointError, ConfigError
+from piper.runtime.checkpoint.index import Index, seal
 from piper.training import loop
 from piper.training.checkpoint import find_checkpoint, saved_steps
 from piper.training.config import RunConfig
@@ -263,7 +265,7 @@ def test_a_checkpoint_of_another_program(configure, stopped, tmp_path):
     path = shutil.copytree(find_checkpoint(stopped), tmp_path / "mine")
     index = json.loads((path / "index.json").read_text())
     index["metadata"] = {}
-    (path / "index.json").write_text(json.dumps(index))
+    (path / "index.json").write_bytes(seal(msgspec.convert(index, Index)))
     with pytest.raises(ConfigError, match=r"one that Trainer\.save wrote"):
         train(configure(resume=path))
 

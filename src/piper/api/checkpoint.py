@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-import msgspec
 import torch
 
 from piper.backends.base import Backend
 from piper.devices.tensors import torch_dtype
 from piper.errors import CheckpointError, StateError
 from piper.ir.dag import Dag
-from piper.runtime.checkpoint.index import INDEX
+from piper.runtime.checkpoint.index import INDEX, seal
 from piper.runtime.checkpoint.reader import Checkpoint
 from piper.runtime.checkpoint.values import encode
 from piper.runtime.checkpoint.writer import merge_files
@@ -55,7 +54,7 @@ def save_checkpoint(
             metadata=encoded,
         )
         with (folder / INDEX).open("xb") as out:
-            out.write(msgspec.json.format(msgspec.json.encode(index), indent=1))
+            out.write(seal(index))
             out.flush()
             os.fsync(out.fileno())
 

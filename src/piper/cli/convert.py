@@ -11,6 +11,7 @@ from piper.directives.place import Place
 from piper.directives.split import Split
 from piper.directives.strategy import dump_strategy, load_strategy
 from piper.errors import ScheduleError, StrategyFileError
+from piper.reading import read_file
 from piper.schedules.convert import actions_of_strategy, strategy_of_actions
 
 
@@ -45,7 +46,9 @@ def convert(
 
 def _to_strategy(source: Path, target: Path, stage_tag: str, microbatch_tag: str) -> str:
     strategy = strategy_of_actions(
-        source.read_text(), stage_tag=stage_tag, microbatch_tag=microbatch_tag
+        read_file(source, f"cannot convert {source} to {target}", StrategyFileError).decode(),
+        stage_tag=stage_tag,
+        microbatch_tag=microbatch_tag,
     )
     dump_strategy(strategy, target)
     counts = Counter(type(directive) for directive in strategy)

@@ -8,6 +8,7 @@ from piper.ids import DeviceId, NodeId, Stream
 from piper.ir.dag import Chunk, Dag, DeviceGroup
 from piper.ir.edit import Edit, ordered_by_user, replace_nodes
 from piper.ir.select import FilterValue, Selector
+from piper.limits import MAX_DEVICES
 
 
 @directive
@@ -69,6 +70,10 @@ def device_group(devices: list[int]) -> DeviceGroup:
     """A validated device group."""
     if not devices:
         raise PlacementError("a device group needs at least one device, found an empty list")
+    if max(devices) >= MAX_DEVICES:
+        raise PlacementError(
+            f"devices are counted from 0, below {MAX_DEVICES}; found {max(devices)!r:.40}"
+        )
     if len(set(devices)) != len(devices) or min(devices) < 0:
         raise PlacementError(
             f"a device group lists distinct devices counted from 0, found {list(devices)}"

@@ -6,6 +6,7 @@ files are lists of objects as ours. Early ones write a filter as a list of pairs
 strings of digits; ``device`` may stand for ``devices``.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TypeGuard
 
@@ -49,16 +50,17 @@ def _group(group: object, where: str) -> object:
 
 def _filter(filter_: object, where: str) -> object:
     if _is_pairs(filter_):
-        names = [name for name, _ in filter_]
-        repeated = [name for name in names if names.count(name) > 1]
-        if repeated:
-            raise StrategyFileError(f"{where}: the filter names tag {repeated[0]!r} twice")
+        count = Counter(name for name, _ in filter_)
+        if repeated := [name for name, times in count.items() if times > 1]:
+            raise StrategyFileError(f"{where}: the filter names tag {repeated[0]!r:.80} twice")
         filter_ = dict(filter_)
     if not isinstance(filter_, dict):
         return filter_
     _check_pass(filter_.get(PASS, ANY), f"{where}.{PASS}")
     return {
-        name: int(value) if isinstance(value, str) and value.isdecimal() else value
+        name: int(value)
+        if isinstance(value, str) and len(value) < 20 and value.isdecimal()
+        else value
         for name, value in filter_.items()
     }
 

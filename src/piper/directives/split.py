@@ -5,6 +5,7 @@ from piper.errors import SplitError
 from piper.ir.dag import Dag
 from piper.ir.edit import Edit, split_nodes
 from piper.ir.select import COMM, PASS, FilterValue, Selector
+from piper.limits import MAX_MICROBATCHES
 
 
 @directive
@@ -36,7 +37,11 @@ class Split(Directive, frozen=True):
 
     def apply(self, dag: Dag, number: int, selector: Selector) -> Edit:  # noqa: ARG002
         if self.num_microbatches < 1:
-            raise SplitError(f"num_microbatches is at least 1, found {self.num_microbatches}")
+            raise SplitError(f"num_microbatches is at least 1, found {self.num_microbatches!r:.40}")
+        if dag.num_microbatches * self.num_microbatches > MAX_MICROBATCHES:
+            raise SplitError(
+                f"num_microbatches: expected at most {MAX_MICROBATCHES} over all splits, found {self.num_microbatches!r:.40}"
+            )
         if self.dim_name in (PASS, COMM):
             raise SplitError(f"dim_name {self.dim_name!r} is reserved; choose another")
         taken = {name for node in dag.nodes.values() for name, _ in node.tags}

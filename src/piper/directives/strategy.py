@@ -18,6 +18,7 @@ from piper.ir.dag import Dag
 from piper.ir.derive import derive
 from piper.ir.select import Selector
 from piper.pausing import collector_paused
+from piper.reading import decode_json, read_file
 
 Strategy: TypeAlias = Sequence[Directive]
 
@@ -143,17 +144,12 @@ def load_strategy(path: str | Path) -> list[Directive]:
     Raises :class:`StrategyFileError` with the path inside the file for a malformed file, an unknown
     directive, field or pass. Whether a tag exists depends on the model: :func:`apply` says.
     """
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise StrategyFileError(f"cannot read strategy file {path}: {error.strerror}") from error
-    try:
-        items = msgspec.json.decode(text, type=list[dict[str, object]])
-    except msgspec.DecodeError as error:
-        raise StrategyFileError(
-            f"strategy file {path} must be a JSON list of objects like "
-            f'{{"op": "place", "filter": {{"PP": 0}}, "devices": [0]}}: {error}'
-        ) from error
+    text = read_file(Path(path), f"cannot read strategy file {path}", StrategyFileError)
+    form = (
+        f"strategy file {path} must be a JSON list of objects like "
+        '{"op": "place", "filter": {"PP": 0}, "devices": [0]}'
+    )
+    items = decode_json(text, list[dict[str, object]], form, StrategyFileError)
     return [_directive(item, f"{path}: $[{i}]") for i, item in enumerate(items)]
 
 

@@ -1,6 +1,7 @@
 """What the models share: checks of sizes, and layers dealt out to pipeline stages."""
 
 from piper.errors import ConfigError
+from piper.limits import MAX_LAYERS, MAX_WIDTH
 
 
 def require_positive(owner: str, **sizes: int) -> None:
@@ -8,6 +9,9 @@ def require_positive(owner: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"{owner}.{name}: expected an integer >= 1, found {size}")
+        most = MAX_LAYERS if name in ("num_layers", "num_stages") else MAX_WIDTH
+        if size > most:
+            raise ConfigError(f"{owner}.{name}: expected at most {most}, found {size!r:.40}")
 
 
 def require_probability(owner: str, name: str, value: float) -> None:

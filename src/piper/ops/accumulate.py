@@ -1,10 +1,10 @@
 """Sum contributions: to a parameter's gradient, or to the weight of a weighted loss."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
+from piper.ops.base import Handle, Instruction, NodeShape, Runtime, Work, filled, instruction, work
 from piper.ops.storage import Storages
 
 
@@ -17,6 +17,14 @@ class Sum(Work, frozen=True):
     """
 
     instant: ClassVar[bool] = True
+    communicates: ClassVar[bool] = False
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        if node.outputs < 1 or node.inputs < node.outputs or node.inputs % node.outputs:
+            return [
+                f"a sum has the same number of inputs for each output, found {node.inputs} and {node.outputs}"
+            ]
+        return []
 
 
 @instruction
@@ -32,6 +40,16 @@ class Accumulate(Instruction, frozen=True, kw_only=True):
     left: tuple[Slot, ...]
     right: tuple[Slot, ...]
     moved: tuple[Slot, ...] = ()
+
+    def flaws(self) -> Sequence[str]:
+        lengths = (len(self.totals), len(self.left), len(self.right))
+        if len(set(lengths)) != 1:
+            return [f"totals, left and right have lengths {lengths}"]
+        pairs = zip(self.totals, self.left, strict=True)
+        kept = {left for total, left in pairs if total != left}
+        if stray := sorted(set(self.moved) - kept):
+            return [f"moves {stray}, which it does not add to another slot"]
+        return ()
 
     def reads(self) -> tuple[Slot, ...]:
         return self.left + self.right

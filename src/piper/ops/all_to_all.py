@@ -15,6 +15,7 @@ from piper.ops.base import (
     Handle,
     Instruction,
     Message,
+    NodeShape,
     Rendezvous,
     Site,
     Tensor,
@@ -35,11 +36,27 @@ class Ends(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     sources: tuple[int, ...]
 
 
+def _end_flaws(ends: Ends, members: int) -> list[str]:
+    """Which ends there cannot be in a group of so many *members*."""
+    return [
+        f"{name}: expected different positions, ascending, among {members} members, found {found!r:.80}"
+        for name, found in (("holders", ends.holders), ("sources", ends.sources))
+        if not found
+        or list(found) != sorted(set(found))
+        or not 0 <= found[0] <= found[-1] < members
+    ]
+
+
 class _Exchange(Work, frozen=True):
     """``ends`` says who holds experts and who has tokens (``None``: every member does both)."""
 
     ends: Ends | None = None
     back: bool = False
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        if self.ends is None:
+            return []
+        return [text for group in node.groups for text in _end_flaws(self.ends, len(group))]
 
     def delivers(self, position: int) -> bool:
         if self.ends is None:
@@ -108,6 +125,9 @@ class _ExchangeInstruction(BucketCollective, frozen=True, kw_only=True):
 
     ends: Ends | None = None
     back: bool = False
+
+    def flaws(self) -> Sequence[str]:
+        return () if self.ends is None else _end_flaws(self.ends, len(self.members))
 
     @property
     def holders(self) -> Sequence[int]:

@@ -15,7 +15,7 @@ This layer is free of torch: a tensor is an opaque :class:`Tensor`.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import ClassVar, Protocol, TypeAlias, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -351,6 +351,14 @@ class Runtime(Protocol):
         """A communicator of which this device is a member."""
 
 
+class NodeShape(NamedTuple):
+    """How many inputs and outputs a node has and, of a communication, among whom it is."""
+
+    inputs: int
+    outputs: int
+    groups: Sequence[tuple[DeviceId, ...]] = ()
+
+
 class Work(
     msgspec.Struct,
     frozen=True,
@@ -392,6 +400,12 @@ class Work(
         """
         return False
 
+    communicates: ClassVar[bool] = True
+
+    def flaws(self, node: NodeShape) -> list[str]:  # noqa: ARG002 (for subclasses)
+        """What of the work does not fit *node*, in words."""
+        return []
+
     # The rest concerns communication; a group is the tuple of devices that communicate with each
     # other.
 
@@ -426,6 +440,8 @@ class LocalWork(Work, frozen=True):
     Its site has no communicator; the inputs are those that live on the device, the outputs the
     chunk's own and then the state that it overwrites.
     """
+
+    communicates: ClassVar[bool] = False
 
 
 def filled(tensor: Tensor | None) -> Tensor:
@@ -501,6 +517,12 @@ class Instruction(
     # Communication stays in flight after it was issued; all else is complete when its stream gets
     # past it.
     asynchronous: ClassVar[bool] = False
+
+    def flaws(self) -> Sequence[str]:
+        """Which of its fields do not fit together, in words. All else may be asked of an instruction
+        without flaws only.
+        """
+        return ()
 
     @property
     def op(self) -> str:

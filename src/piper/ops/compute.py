@@ -1,6 +1,7 @@
 """Run a chunk body."""
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from piper.ids import BodyId, Slot
 from piper.ops.base import (
@@ -21,6 +22,8 @@ class Call(Work, frozen=True):
     """The node calls a body. ``rng`` gives, per random slot of the body, the ordinal of that op
     among the random ops of the captured graph.
     """
+
+    communicates: ClassVar[bool] = False
 
     body: BodyId
     rng: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ from piper.ops.base import (
     Handle,
     Instruction,
     LocalWork,
+    NodeShape,
     ReduceOp,
     Runtime,
     Site,
@@ -40,6 +41,13 @@ class NormPart(LocalWork, frozen=True):
     the others are divided by first.
     """
 
+    def flaws(self, node: NodeShape) -> list[str]:
+        if node.outputs != 1 or node.inputs < self.scaled:
+            return [
+                f"a part of a norm is one output, found {node.inputs} inputs and {node.outputs} outputs"
+            ]
+        return []
+
     norm: Norm
     scaled: bool = False
 
@@ -59,6 +67,11 @@ class NormPart(LocalWork, frozen=True):
 class NormSum(LocalWork, frozen=True):
     """The one output is the part that the inputs, any number of parts, are together."""
 
+    def flaws(self, node: NodeShape) -> list[str]:
+        return (
+            [] if node.outputs == 1 else [f"a part of a norm is one output, found {node.outputs}"]
+        )
+
     norm: Norm
 
     def lower(self, site: Site) -> Instruction:
@@ -71,6 +84,11 @@ class NormSum(LocalWork, frozen=True):
 @work
 class NormRoot(LocalWork, frozen=True):
     """The one output is the norm whose only part is the input."""
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        if (node.inputs, node.outputs) != (1, 1):
+            return [f"a norm has one input and one output, found {node.inputs} and {node.outputs}"]
+        return []
 
     norm: Norm
 

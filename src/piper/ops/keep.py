@@ -1,6 +1,6 @@
 """Gradients that are kept from one step to a later one, which updates parameters from the sum."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from piper.ids import Slot
@@ -8,6 +8,7 @@ from piper.ops.base import (
     Handle,
     Instruction,
     LocalWork,
+    NodeShape,
     Runtime,
     Site,
     Tensor,
@@ -23,6 +24,12 @@ class _Kept(LocalWork, frozen=True):
     """
 
     instant: ClassVar[bool] = True
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        count = len(self.parameters)
+        if node.inputs < count + self.scaled or len(set(self.parameters)) != count:
+            return [f"{count} parameters do not fit {node.inputs} inputs"]
+        return []
 
     parameters: tuple[str, ...]
     scaled: bool = False
@@ -76,6 +83,12 @@ class _KeptGradients(Instruction, frozen=True, kw_only=True):
     scale: Slot | None
     kept: tuple[Slot, ...]
 
+    def flaws(self) -> Sequence[str]:
+        lengths = (len(self.names), len(self.gradients), len(self.kept))
+        if len(set(lengths)) != 1:
+            return [f"names, gradients and kept have lengths {lengths}"]
+        return () if len(set(self.names)) == len(self.names) else ["a parameter is named twice"]
+
     def reads(self) -> tuple[Slot, ...]:
         scale = () if self.scale is None else (self.scale,)
         return (*self.gradients, *scale, *self.kept)
@@ -117,6 +130,11 @@ class AddKeptGradients(_KeptGradients, frozen=True, kw_only=True):
     """``totals`` = ``gradients``, each divided by ``scale``, + ``kept``, which becomes 0."""
 
     totals: tuple[Slot, ...]
+
+    def flaws(self) -> Sequence[str]:
+        if len(self.totals) != len(self.names):
+            return [f"names and totals have lengths {(len(self.names), len(self.totals))}"]
+        return super().flaws()
 
     def writes(self) -> tuple[Slot, ...]:
         return (*self.totals, *self.kept)

@@ -8,6 +8,7 @@ from piper.ops.base import (
     CommunicatorId,
     Handle,
     Instruction,
+    NodeShape,
     Runtime,
     Site,
     Tensor,
@@ -23,6 +24,16 @@ class _Copy(Work, frozen=True):
     """Output i is input i elsewhere; nothing leaves the device. Each direction has its own stream,
     so that neither holds up the other.
     """
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        texts = (
+            []
+            if node.inputs == node.outputs
+            else [f"{node.inputs} inputs have {node.outputs} copies"]
+        )
+        if any(len(group) != 1 for group in node.groups):
+            texts.append(f"a copy is within one device, found groups {node.groups!r:.80}")
+        return texts
 
     def communicator(self, stream: Stream, group: tuple[DeviceId, ...]) -> CommunicatorId:  # noqa: ARG002
         return ""

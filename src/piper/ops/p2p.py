@@ -11,6 +11,7 @@ from piper.ops.base import (
     Handle,
     Instruction,
     Message,
+    NodeShape,
     Rendezvous,
     Runtime,
     Site,
@@ -27,6 +28,11 @@ class Transfer(Work, frozen=True):
     """Each group is ``(sender, receiver)``. Every direction between two devices has its own
     communicator and stream, so that sends never block receives.
     """
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        if any(len(group) != 2 for group in node.groups):
+            return [f"a message has one sender and one receiver, found groups {node.groups!r:.80}"]
+        return [] if node.outputs == 1 else [f"a message has one output, found {node.outputs}"]
 
     def consumes(self, position: int) -> bool:
         return position == 0

@@ -7,6 +7,7 @@ from piper.ops.base import (
     Handle,
     Instruction,
     LocalWork,
+    NodeShape,
     Runtime,
     Site,
     filled,
@@ -18,6 +19,13 @@ from piper.ops.base import (
 @work
 class Product(LocalWork, frozen=True):
     """The one output is the product of the two inputs, a float64 scalar."""
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        if (node.inputs, node.outputs) != (2, 1):
+            return [
+                f"a product has two inputs and one output, found {node.inputs} and {node.outputs}"
+            ]
+        return []
 
     def lower(self, site: Site) -> Instruction:
         left, right = site.inputs

@@ -1,12 +1,13 @@
 """Bring what chunks read up to date with the master copies that were updated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from piper.ids import Slot
 from piper.ops.base import (
     Handle,
     Instruction,
     LocalWork,
+    NodeShape,
     Runtime,
     Site,
     filled,
@@ -20,6 +21,13 @@ class RoundMasters(LocalWork, frozen=True):
     """Overwrite the parameters ``names`` by their master copies, one whole one per name, rounded to
     the parameters' element type.
     """
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        if node.inputs < len(self.names) or node.outputs or len(set(self.names)) != len(self.names):
+            return [
+                f"{len(self.names)} names do not fit {node.inputs} inputs and {node.outputs} outputs"
+            ]
+        return []
 
     names: tuple[str, ...]
 
@@ -38,6 +46,10 @@ class StoreRounded(Instruction, frozen=True, kw_only=True):
 
     masters: tuple[Slot, ...]
     parameters: tuple[Slot, ...]
+
+    def flaws(self) -> Sequence[str]:
+        lengths = (len(self.masters), len(self.parameters))
+        return () if len(set(lengths)) == 1 else [f"masters and parameters have lengths {lengths}"]
 
     def reads(self) -> tuple[Slot, ...]:
         return self.masters

@@ -1,9 +1,10 @@
 """Let the optimizer update parameters from their gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
+from piper.ops.base import Handle, Instruction, NodeShape, Runtime, Work, filled, instruction, work
 
 
 @work
@@ -14,6 +15,19 @@ class Update(Work, frozen=True):
     is updated. Outputs: the updated slices, if ``sharded``. With ``only_finite`` the norm is an
     input in any case, and nothing changes unless it is finite.
     """
+
+    communicates: ClassVar[bool] = False
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        count = len(self.parameters)
+        texts = [] if len(set(self.parameters)) == count else ["a parameter is named twice"]
+        if self.max_norm is not None and not self.max_norm > 0:
+            texts.append(f"expected a positive max_norm, found {self.max_norm}")
+        if node.outputs != (count if self.sharded else 0) or node.inputs < count:
+            texts.append(
+                f"{count} parameters do not fit {node.inputs} inputs and {node.outputs} outputs"
+            )
+        return texts
 
     parameters: tuple[str, ...]
     scaled: bool = False
@@ -44,6 +58,12 @@ class OptimizerStep(Instruction, frozen=True, kw_only=True):
     grad_norm: Slot | None = None
     max_norm: float | None = None
     only_finite: bool = False
+
+    def flaws(self) -> Sequence[str]:
+        lengths = (len(self.names), len(self.parameters), len(self.gradients))
+        if len(set(lengths)) != 1:
+            return [f"names, parameters and gradients have lengths {lengths}"]
+        return [] if len(set(self.names)) == len(self.names) else ["a parameter is named twice"]
 
     def reads(self) -> tuple[Slot, ...]:
         return (

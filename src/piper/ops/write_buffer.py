@@ -1,9 +1,10 @@
 """Store what the forward wrote into the model's buffers."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from piper.ids import Slot
-from piper.ops.base import Handle, Instruction, Runtime, Work, filled, instruction, work
+from piper.ops.base import Handle, Instruction, NodeShape, Runtime, Work, filled, instruction, work
 
 
 @work
@@ -11,6 +12,16 @@ class StoreBuffer(Work, frozen=True):
     """The one input becomes the value of the buffer ``name``; if it is the sum of ``replicas``
     values, each the buffer's old value and a change, the buffer's changes are added up.
     """
+
+    communicates: ClassVar[bool] = False
+
+    def flaws(self, node: NodeShape) -> list[str]:
+        texts = [] if self.replicas >= 1 else [f"expected 1 replica or more, found {self.replicas}"]
+        if node.inputs < 1 or node.outputs:
+            texts.append(
+                f"a buffer is stored of one input, found {node.inputs} and {node.outputs} outputs"
+            )
+        return texts
 
     name: str
     replicas: int = 1

@@ -5,8 +5,9 @@ subclasses, so a new operation needs no change here. Unknown fields and other ve
 that name their path.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, Union
 
@@ -17,6 +18,7 @@ from piper.boundary import public
 from piper.errors import PlanError, expect
 from piper.ids import BodyId, DeviceId, NodeId, ValueId
 from piper.ir.body import Body, body_id
+from piper.ir.check_form import dag_problems
 from piper.ir.dag import (
     BatchLeaf,
     Buffer,
@@ -36,7 +38,10 @@ from piper.ir.dag import (
     Value,
 )
 from piper.ops.base import INSTRUCTIONS, WORKS, Instruction, Work
+from piper.pausing import collector_paused
+from piper.plan.check import plan_problems, program_problems
 from piper.plan.model import VERSION, CommunicatorInfo, DevicePlan, Plan, SlotInfo
+from piper.reading import decode_json, read_file
 
 if TYPE_CHECKING:
     _AnyWork: TypeAlias = Work
@@ -110,6 +115,12 @@ class _Version(msgspec.Struct):
     version: int
 
 
+_SHOWN = 3
+"""Problems that an error shows; one mistake often has many consequences."""
+
+_NAMES = ("manifest", "device-")
+"""What the names of a plan's files begin with."""
+
 _LISTED = ("nodes", "values", "parameters", "buffers")
 
 
@@ -118,9 +129,15 @@ def encode_dag(dag: Dag) -> bytes:
     return msgspec.json.encode(_dag_file(dag))
 
 
-def decode_dag(data: bytes) -> Dag:
-    """The DAG of :func:`encode_dag`'s bytes. Raises :class:`PlanError` if malformed."""
-    return _dag_of(_decode(data, _Dag, "DAG"))
+def decode_dag(data: bytes, *, allow_operators: Collection[str] = ()) -> Dag:
+    """The DAG of :func:`encode_dag`'s bytes. Raises :class:`PlanError` if malformed.
+
+    *allow_operators* as for :func:`load_plan`.
+    """
+    with collector_paused():
+        dag = _dag_of(decode_json(data, _Dag, "DAG", PlanError), "DAG")
+        _refuse("DAG", dag_problems(dag, allow_operators))
+    return dag
 
 
 def encode_plan(plan: Plan) -> Mapping[str, bytes]:
@@ -142,10 +159,27 @@ def encode_plan(plan: Plan) -> Mapping[str, bytes]:
     return files
 
 
-def decode_plan(files: Mapping[str, bytes]) -> Plan:
+def decode_plan(files: Mapping[str, bytes], *, allow_operators: Collection[str] = ()) -> Plan:
     """The plan of :func:`encode_plan`'s files. Raises :class:`PlanError` if a file is missing or
     malformed.
+
+    *allow_operators* as for :func:`load_plan`.
     """
+    with collector_paused():
+        plan = _decode_files(files)
+        _refuse("the plan", plan_problems(plan, allow_operators))
+        _refuse("the plan", program_problems(plan))
+    return plan
+
+
+def _refuse(what: str, problems: Iterator[str]) -> None:
+    """Raise for the first of *problems*, if there are any."""
+    shown = list(islice(problems, _SHOWN))
+    if shown:
+        raise PlanError(f"{what} is malformed: " + "; ".join(shown))
+
+
+def _decode_files(files: Mapping[str, bytes]) -> Plan:
     manifest = _decode_file(_file(files, "manifest.json"), _Manifest, "manifest.json")
     devices: list[DevicePlan] = []
     for number in range(manifest.num_devices):
@@ -156,7 +190,7 @@ def decode_plan(files: Mapping[str, bytes]) -> Plan:
         devices.append(DevicePlan(device.device, device.slots, device.instructions))
     return Plan(
         num_devices=manifest.num_devices,
-        dag=_dag_of(manifest.dag),
+        dag=_dag_of(manifest.dag, "manifest.json"),
         bindings=manifest.bindings,
         microbatch_size=manifest.microbatch_size,
         num_microbatches=manifest.num_microbatches,
@@ -166,6 +200,17 @@ def decode_plan(files: Mapping[str, bytes]) -> Plan:
         devices=tuple(devices),
         roles=manifest.roles,
     )
+
+
+def wrong_type(plan: Plan) -> str | None:
+    """Where *plan*, made in Python, holds a value of another type than its field has; ``None``:
+    nowhere.
+    """
+    try:
+        _decode_files(encode_plan(plan))
+    except PlanError as error:
+        return str(error)
+    return None
 
 
 @public
@@ -184,15 +229,29 @@ def save_plan(plan: Plan, folder: str | Path) -> None:
 
 
 @public
-def load_plan(folder: str | Path) -> Plan:
-    """Read a plan's files. Raises :class:`PlanError` if there are none or they are malformed."""
+def load_plan(folder: str | Path, *, allow_operators: Collection[str] = ()) -> Plan:
+    """Read a plan's files. Raises :class:`PlanError` if there are none or they are malformed.
+
+    A plan is data: its chunks may call operators that compute tensors from tensors and numbers, and
+    no others. Operators of other libraries, which may do anything, are refused unless one of
+    *allow_operators*, shell-style patterns such as ``mylib::*``, names them.
+    """
     path = Path(folder)
-    files = {f.name: f.read_bytes() for f in sorted(path.glob("*.json"))}
+    try:
+        names = sorted(f.name for f in path.glob("*.json") if f.name.startswith(_NAMES))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"no plan in {path}: {error}") from error
+    files = {
+        name: read_file(
+            path / name, f"cannot read plan file {path / name}", PlanError, follow_links=False
+        )
+        for name in names
+    }
     if "manifest.json" not in files:
         raise PlanError(
             f"no plan in {path}: expected manifest.json and one device-NNNN.json per device"
         )
-    return decode_plan(files)
+    return decode_plan(files, allow_operators=allow_operators)
 
 
 def _device_file(number: int) -> str:
@@ -214,7 +273,7 @@ def _dag_file(dag: Dag) -> dict[str, object]:
     return contents
 
 
-def _dag_of(file: _Dag) -> Dag:
+def _dag_of(file: _Dag, where: str) -> Dag:
     for identity, body in file.bodies.items():
         if (found := body_id(body)) != identity:
             raise PlanError(
@@ -225,6 +284,9 @@ def _dag_of(file: _Dag) -> Dag:
     contents["values"] = {ValueId(v.id): v for v in file.values}
     contents["parameters"] = {p.name: p for p in file.parameters}
     contents["buffers"] = {b.name: b for b in file.buffers}
+    for name in _LISTED:
+        if len(contents[name]) != len(getattr(file, name)):
+            raise PlanError(f"{where}: two of the {name} have one number or name")
     return Dag(**contents)
 
 
@@ -234,21 +296,12 @@ def _plain(node: _Chunk | _Comm) -> Chunk | Comm:
 
 
 def _decode_file(data: bytes, cls: type[T], name: str) -> T:
-    """Like :func:`_decode`, for a file that says its format version: another version is refused as
+    """*data* as *cls*, for a file that says its format version: another version is refused as
     such.
     """
-    found = _decode(data, _Version, name).version
+    found = decode_json(data, _Version, name, PlanError, whole=False).version
     if found != VERSION:
         raise PlanError(
-            f"{name} has format version {found}, this piper reads version {VERSION}; plan again with this version"
+            f"{name} has format version {found!r:.40}, this piper reads version {VERSION}; plan again with this version"
         )
-    return _decode(data, cls, name)
-
-
-def _decode(data: bytes, cls: type[T], name: str) -> T:
-    try:
-        return msgspec.json.decode(data, type=cls)
-    except msgspec.ValidationError as error:
-        raise PlanError(f"{name}: {error}") from error
-    except msgspec.DecodeError as error:
-        raise PlanError(f"{name} is not JSON: {error}") from error
+    return decode_json(data, cls, name, PlanError)

@@ -2,7 +2,8 @@
 reads.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,8 +13,10 @@ from piper.brief import brief, count
 from piper.errors import ConfigError
 from piper.ids import BodyId
 from piper.ir.dag import Chunk, Dag
+from piper.limits import MAX_DEVICES
 from piper.ops.compute import Call
 from piper.plan.topology import KINDS, Contention, Link, Topology
+from piper.reading import decode_json, read_file
 
 VERSION = 2
 """Format version of profile files; a file of another version is refused."""
@@ -140,18 +143,44 @@ def load_profile(path: str | Path) -> Profile:
     """The profile in a file. Raises :class:`ConfigError` if there is none, for another version or
     malformed contents.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
+    measure = f"; measure one with `piper profile CONFIG -o {path}`"
+    data = read_file(Path(path), f"profile {path} cannot be read", ConfigError, remedy=measure)
+    where = f"profile {path}"
+    found = decode_json(data, _Version, where, ConfigError, whole=False).version
+    if found != VERSION:
         raise ConfigError(
-            f"profile {path} cannot be read: {error.strerror}; measure one with `piper profile CONFIG -o {path}`"
-        ) from error
-    try:
-        found = msgspec.json.decode(data, type=_Version).version
-        if found == VERSION:
-            return msgspec.json.decode(data, type=Profile)
-    except msgspec.DecodeError as error:  # a ValidationError is one
-        raise ConfigError(f"profile {path}: {error}") from error
-    raise ConfigError(
-        f"profile {path} has format version {found}, this piper reads version {VERSION}; measure again with `piper profile`"
-    )
+            f"{where} has format version {found!r:.40}, this piper reads version {VERSION}; measure again with `piper profile`"
+        )
+    profile = decode_json(data, Profile, where, ConfigError)
+    for place, value in _numbers(profile):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{where}: {place}: expected 0 or more, and finite, found {value:g}")
+    for kind, measured in profile.collectives.items():
+        if not measured or min(measured) < 2 or max(measured) > MAX_DEVICES:
+            raise ConfigError(
+                f"{where}: collectives[{kind!r:.40}]: expected measurements of 2 or more members, by their number"
+            )
+    return profile
+
+
+def _numbers(profile: Profile) -> Iterator[tuple[str, float]]:
+    """Every number, with its place."""
+    yield "launch", profile.launch
+    yield "peak_flops", profile.peak_flops or 0.0
+    yield from ((f"chunks[{key!r:.60}]", seconds) for key, seconds in profile.chunks.items())
+    rates = {f"rates[{op!r:.40}]": rate for op, rate in profile.rates.items()}
+    rates |= {f"unpacking[{op!r:.40}]": rate for op, rate in profile.unpacking.items()}
+    exchanges = {"messages": profile.messages} | {
+        f"collectives[{kind!r:.40}][{members}]": exchange
+        for kind, measured in profile.collectives.items()
+        for members, exchange in measured.items()
+    }
+    for place, exchange in exchanges.items():
+        rates |= {f"{place}.issue": exchange.issue, f"{place}.travel": exchange.travel}
+    for place, rate in rates.items():
+        yield f"{place}.fixed", rate.fixed
+        yield f"{place}.per_byte", rate.per_byte
+    if profile.contention is not None:
+        for name in ("work", "traffic"):
+            share = getattr(profile.contention, name)
+            yield f"contention.{name}", share if share <= 1 else math.inf

@@ -10,6 +10,7 @@ import msgspec
 from piper.boundary import public
 from piper.errors import ConfigError
 from piper.ids import DeviceId
+from piper.limits import MAX_DEVICES
 
 Port: TypeAlias = tuple[str, int, int]
 """One direction of one connection: ``("out" | "in", device, 0)`` within a node, ``("nic out" | "nic
@@ -65,6 +66,21 @@ class Topology:
                 f"a topology has at least 1 node, 1 device per node and 1 connection per node, found nodes={self.nodes}, "
                 f"devices_per_node={self.devices_per_node}, nics={self.nics}"
             )
+        if max(self.nodes * self.devices_per_node, self.nics) > MAX_DEVICES:
+            raise ConfigError(
+                f"a topology has at most {MAX_DEVICES} devices and connections, found nodes={self.nodes!r:.40}, "
+                f"devices_per_node={self.devices_per_node!r:.40}, nics={self.nics!r:.40}"
+            )
+        links = [("intra", self.intra), ("inter", self.inter)]
+        for kind, measured in self.collectives.items():
+            if any(members < 2 for members in measured):
+                raise ConfigError(f"collectives[{kind!r:.40}]: a collective has 2 members or more")
+            links += [(f"collectives[{kind!r:.40}][{n}]", link) for n, link in measured.items()]
+        for name, link in links:
+            if not (0 <= link.latency < math.inf and link.bandwidth > 0):
+                raise ConfigError(
+                    f"{name}: expected a latency of 0 s or more, and a positive bandwidth, found {link.latency:g} and {link.bandwidth:g}"
+                )
 
     def check(self, num_devices: int) -> None:
         """Raise :class:`ConfigError` if there are fewer than *num_devices* devices."""

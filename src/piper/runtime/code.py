@@ -14,6 +14,8 @@ import piper.runtime.grouped  # noqa: F401 (registers operators that bodies may 
 from piper.devices.tensors import torch_dtype
 from piper.errors import PlanError, nearest
 from piper.ir import body as ir
+from piper.ir.check_body import is_keyword_name
+from piper.ir.operators import ALL, is_operator_name, refusal
 from piper.ir.symbols import Expr, bind, evaluate
 from piper.ops.base import RandomKey
 from piper.runtime.random import draw, generator_for
@@ -82,9 +84,17 @@ def resolve(target: str) -> Callable[..., object]:
         return operator.getitem
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.rpartition(".")
-    packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
+    packet = None
+    if is_operator_name(target):
+        packet = getattr(getattr(torch.ops, namespace), name, None)
     found = getattr(packet, overload, None) if packet is not None else None
     if isinstance(found, OpOverload):
+        if (text := refusal(target, ALL)) is not None:
+            raise PlanError(text)
+        if found._schema.is_mutable:  # noqa: SLF001 (torch has no public name for it)
+            raise PlanError(
+                f"operator {target!r} writes its arguments; a body calls pure ones only"
+            )
         return found
     known = packet.overloads() if packet is not None else dir(torch.ops.aten)
     raise PlanError(
@@ -165,7 +175,12 @@ class _Writer:
         arguments = [self._argument(arg) for arg in call.args]
         if call.target == ir.GETITEM:
             return f"{arguments[0]}[{arguments[1]}]"
-        arguments += [f"{name}={self._argument(arg)}" for name, arg in call.kwargs]
+        for name, arg in call.kwargs:
+            if not is_keyword_name(name):
+                raise PlanError(
+                    f"{name!r:.80} is not the name of an argument of {call.target!r:.80}"
+                )
+            arguments.append(f"{name}={self._argument(arg)}")
         function = self._function(call)
         if call.rng is None:
             return f"{function}({', '.join(arguments)})"
@@ -177,26 +192,28 @@ class _Writer:
     def _function(self, call: ir.Call) -> str:
         overload = resolve(call.target)
         assert isinstance(overload, OpOverload)
-        name = call.target.replace(".", "_")
+        name, key = call.target.replace(".", "_"), (call.target, call.rng is None)
         if call.rng is not None:
-            return self._hoist(name, draw(overload))
+            return self._hoist(name, draw(overload), key)
         # The bound builtin: what OpOverload.__call__ forwards to, 0.2 µs sooner.
-        return self._hoist(name, overload._op)  # noqa: SLF001
+        return self._hoist(name, overload._op, key)  # noqa: SLF001
 
     def _argument(self, arg: ir.Arg) -> str:
         match arg:
-            case ir.Ref(index=index):
+            case ir.Ref(index=int(index)):
                 return f"v{index}"
             case Expr(text=text):
                 return repr(evaluate(text, self._bindings))
             case ir.Const():
-                return self._hoist(f"{arg.kind}_{arg.text}", constant(arg, self._device))
+                return self._hoist(f"{arg.kind}_{arg.text}", constant(arg, self._device), arg)
             case ir.Literal():
                 return self._hoist("literal", literal(arg, self._bindings, self._device), arg)
             case ir.Sequence(items=items):
                 return f"[{', '.join(self._argument(item) for item in items)}]"
-            case _:
+            case None | bool() | int() | float() | str():
                 return repr(arg)
+            case _:
+                raise PlanError(f"an argument of a chunk body is a {type(arg).__name__}")
 
     def _here(self) -> str:
         return self._hoist("here", self._device)
@@ -205,7 +222,7 @@ class _Writer:
         """A global name for *value*; equal keys (by default: stems) share one."""
         key = stem if key is None else key
         if key not in self._names:
-            safe = "".join(c if c.isalnum() else "_" for c in stem)
+            safe = "".join(c if c.isascii() and c.isalnum() else "_" for c in f"f_{stem[:60]}")
             name = f"{safe}_{len(self._names)}"
             self._names[key] = name
             self.constants[name] = value
@@ -218,7 +235,10 @@ def constant(const: ir.Const, device: torch.device) -> object:
         case "dtype":
             return torch_dtype(const.text)
         case "memory_format" | "layout":
-            return getattr(torch, const.text)
+            found = getattr(torch, const.text, None)
+            if isinstance(found, (torch.memory_format, torch.layout)):
+                return found
+            raise PlanError(f"unknown constant {const.kind} {const.text!r:.80} in a chunk body")
         case "device":
             return device if const.text == "here" else torch.device(const.text)
         case "float":

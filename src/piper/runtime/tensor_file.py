@@ -14,6 +14,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from piper.reading import open_regular
+
 _ALIGNMENT = 8
 
 _NAMES: Mapping[torch.dtype, str] = {
@@ -87,10 +89,15 @@ def write_tensors(
     return nbytes, digest.hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def file_digest(path: Path, nbytes: int) -> tuple[int, str]:
+    """Bytes and SHA-256 of a regular file, which should have *nbytes*; no SHA-256 (empty) if it has
+    another number.
+
+    Raises :class:`OSError` for what is no regular file, also for a symbolic link.
+    """
+    with os.fdopen(open_regular(path, follow_links=False), "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        return found, hashlib.file_digest(file, "sha256").hexdigest() if found == nbytes else ""
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:

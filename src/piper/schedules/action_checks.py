@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from piper.errors import ScheduleError
+from piper.limits import MAX_CELLS
 from piper.schedules.actions import MESSAGES, SHARDING, Action, Group, actions_of
 
 Rows = Sequence[Sequence[Group]]
@@ -61,6 +62,10 @@ def _check_complete(computes: Sequence[Action], num_stages: int) -> None:
                 raise action.cell.error(f"{before} must come before {action}, on the same rank")
         seen[str(action)] = action
     count = 1 + max(action.microbatch for action in computes)
+    if num_stages * count > MAX_CELLS:
+        raise ScheduleError(
+            f"expected at most {MAX_CELLS} stages times microbatches, found {num_stages} and {count}"
+        )
     for stage in range(num_stages):
         for m in range(count):
             whole, halves = f"{stage}B{m}" in seen, (f"{stage}I{m}" in seen, f"{stage}W{m}" in seen)

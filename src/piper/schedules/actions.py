@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from piper.errors import ScheduleError, nearest
 from piper.ir.dag import Pass
+from piper.limits import MAX_CELLS
 from piper.schedules.base import Step
 
 PASSES = {
@@ -30,7 +31,7 @@ MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 OVERLAP = "OVERLAP_F_B"
 
-_ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
+_ACTION = re.compile(r"([0-9]+)([A-Z_]+)([0-9]*)")
 _GROUP = re.compile(r"\(([^()]*)\)(\w*)")
 
 
@@ -43,7 +44,9 @@ class Cell:
     text: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (row {self.rank + 1}), cell {self.position + 1}, {self.text!r}"
+        return (
+            f"rank {self.rank} (row {self.rank + 1}), cell {self.position + 1}, {self.text!r:.80}"
+        )
 
     def error(self, message: str) -> ScheduleError:
         """An error that says where it is."""
@@ -85,14 +88,19 @@ def parse_actions(text: str) -> list[list[Group]]:
     Raises :class:`~piper.errors.ScheduleError`, naming row and cell, for a cell that is no action.
     """
     rows = csv.reader(io.StringIO(text))
-    return [
-        [
-            _group(Cell(rank, position, cell.strip()))
-            for position, cell in enumerate(row)
-            if cell.strip()
+    try:
+        return [
+            [
+                _group(Cell(rank, position, cell.strip()))
+                for position, cell in enumerate(row)
+                if cell.strip()
+            ]
+            for rank, row in enumerate(rows)
         ]
-        for rank, row in enumerate(rows)
-    ]
+    except csv.Error as error:
+        raise ScheduleError(
+            f"row {rows.line_num}: expected cells with commas between: {error}"
+        ) from error
 
 
 def format_actions(ranks: Iterable[Iterable[Sequence[Step]]]) -> str:
@@ -140,6 +148,9 @@ def _action(text: str, cell: Cell) -> Action:
     if (kind in SHARDING) == bool(microbatch):
         has = "no microbatch" if kind in SHARDING else "a microbatch, as in 0F3"
         raise cell.error(f"{kind} has {has}")
+    for name, digits in (("stage", stage), ("microbatch", microbatch)):
+        if len(digits) > len(str(MAX_CELLS)) or int(digits or 0) >= MAX_CELLS:
+            raise cell.error(f"expected a {name} below {MAX_CELLS}")
     return Action(kind, int(stage), int(microbatch or -1), cell)
 
 

@@ -10,6 +10,8 @@ from piper.directives.place import Place
 from piper.errors import ScheduleError
 from piper.ir.dag import Pass
 from piper.ir.select import COMM, PASS
+from piper.limits import MAX_CELLS
+from piper.pausing import collector_paused
 from piper.registry import Registry
 from piper.schedules.placements import Placement
 
@@ -82,29 +84,41 @@ def order_groups(
             f"stage_tag={stage_tag!r} and microbatch_tag={microbatch_tag!r} must differ from each "
             f"other and from the reserved tags {PASS} and {COMM}"
         )
-    return [
-        Order(
-            filters=[
-                [
-                    {stage_tag: step.stage, microbatch_tag: step.microbatch, PASS: step.pass_.value}
-                    for step in group
+    with collector_paused():  # it would walk over all that was made, again and again
+        return [
+            Order(
+                filters=[
+                    [
+                        {
+                            stage_tag: step.stage,
+                            microbatch_tag: step.microbatch,
+                            PASS: step.pass_.value,
+                        }
+                        for step in group
+                    ]
+                    for group in rank
                 ]
-                for group in rank
-            ]
-        )
-        for rank in ranks
-    ]
+            )
+            for rank in ranks
+        ]
 
 
 def require_positive(schedule: str, **counts: int) -> None:
     """Raise :class:`~piper.errors.ScheduleError` unless each of *counts* is an integer of at least
-    1.
+    1, and there are not more cells in all than :data:`~piper.limits.MAX_CELLS`.
     """
+    cells = 1
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool):
             raise ScheduleError(f"{schedule}: {name} must be an integer, found {count!r}")
         if count < 1:
-            raise ScheduleError(f"{schedule}: {name} must be at least 1, found {count}")
+            raise ScheduleError(f"{schedule}: {name} must be at least 1, found {count!r:.40}")
+        cells *= min(count, MAX_CELLS + 1)
+        if cells > MAX_CELLS:
+            given = ", ".join(f"{each}={number!r:.40}" for each, number in counts.items())
+            raise ScheduleError(
+                f"{schedule}: expected at most {MAX_CELLS} stages times microbatches in all, found {given}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

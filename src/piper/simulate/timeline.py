@@ -9,7 +9,7 @@ seen to end only when its device waits for it.
 
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,8 @@ from piper.boundary import public
 from piper.brief import brief, count
 from piper.errors import PlanError
 from piper.ids import COMPUTE, DeviceId, NodeId, Stream
+from piper.limits import MAX_DEVICES, MAX_NUMBER
+from piper.reading import decode_json, read_file
 
 VERSION = 1
 """Format version of timeline files; a file of another version is refused."""
@@ -212,19 +214,62 @@ def load_timeline(path: str | Path) -> Timeline:
     """The timeline that :meth:`Timeline.save` wrote. Raises :class:`PlanError` for another version
     or an unreadable or malformed file.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise PlanError(f"cannot read timeline {path}: {error.strerror}") from error
-    try:
-        found = msgspec.json.decode(data, type=_Version).version
-        if found == VERSION:
-            return msgspec.json.decode(data, type=Timeline)
-    except msgspec.DecodeError as error:  # a ValidationError is one
-        raise PlanError(f"timeline file {path}: {error}") from error
-    raise PlanError(
-        f"timeline file {path} has format version {found}, this piper reads version {VERSION}; simulate or profile again"
-    )
+    data = read_file(Path(path), f"cannot read timeline {path}", PlanError)
+    where = f"timeline file {path}"
+    found = decode_json(data, _Version, where, PlanError, whole=False).version
+    if found != VERSION:
+        raise PlanError(
+            f"{where} has format version {found!r:.40}, this piper reads version {VERSION}; simulate or profile again"
+        )
+    timeline = decode_json(data, Timeline, where, PlanError)
+    if problem := next(_problems(timeline), None):
+        raise PlanError(f"{where}: {problem}")
+    return timeline
+
+
+def _problems(timeline: Timeline) -> Iterator[str]:
+    """What no simulation and no measurement gives, with its place."""
+    if timeline.unit not in (SECONDS, FORWARDS):
+        yield f"unit: expected {SECONDS!r} or {FORWARDS!r}, found {timeline.unit!r:.40}"
+    if not 1 <= timeline.num_devices <= MAX_DEVICES:
+        yield f"num_devices: expected 1 to {MAX_DEVICES}, found {timeline.num_devices!r:.40}"
+    if not 0 <= timeline.seconds <= _LONGEST:
+        yield f"seconds: expected 0 to {_LONGEST:g}, found {timeline.seconds:g}"
+    seen: set[DeviceId] = set()
+    for i, device in enumerate(timeline.devices):
+        here = f"devices[{i}]"
+        for number in device.stands_for:
+            if not 0 <= number < timeline.num_devices or number in seen:
+                yield f"{here}.stands_for: device {number!r:.40} does not exist, or is there twice"
+            seen.add(number)
+        if device.device not in device.stands_for:
+            yield f"{here}.stands_for: expected device {device.device!r:.40} among them"
+        yield from (f"{here}: {text}" for text in _memory_problems(device))
+        for box in device.boxes():
+            yield from (f"{here}, {box.label!r:.60}: {text}" for text in _box_problems(box))
+
+
+def _memory_problems(device: DeviceTimeline) -> Iterator[str]:
+    memory = device.memory
+    if any(len(values) != len(memory.times) for values in memory.nbytes.values()):
+        yield "memory: expected a value per time in each category"
+    if any(not abs(time) <= _LONGEST for time in memory.times):
+        yield f"memory: expected times up to {_LONGEST:g}"
+    counts = chain((device.peak,), device.peak_by_category.values(), *memory.nbytes.values())
+    if any(abs(count) > MAX_NUMBER for count in counts):
+        yield "memory: expected numbers of bytes of 64 bits"
+
+
+def _box_problems(box: Box) -> Iterator[str]:
+    if not -_LONGEST <= box.start <= box.end <= _LONGEST:
+        yield f"it runs from {box.start:g} to {box.end:g}"
+    numbers = (box.position, box.node, box.nbytes, box.microbatch or 0)
+    if any(abs(number) > MAX_NUMBER for number in numbers):
+        yield "it has a number of more than 64 bits"
+
+
+_LONGEST = 1e9
+"""Seconds, or forwards, that a step may take in a file: thirty years."""
 
 
 def busy_and_exposed(lanes: Sequence[Lane], seconds: float) -> tuple[float, float, float]:

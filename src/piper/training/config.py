@@ -7,6 +7,7 @@ file's own folder, ``train.out_dir`` and ``train.resume`` to the current one.
 
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from msgspec.structs import replace
 
 from piper.api.strategies import stages_per_group
 from piper.errors import ConfigError, PiperError
+from piper.limits import MAX_CONFIG, MAX_DEPTH, MAX_NUMBER
 from piper.models.transformer import TransformerConfig
+from piper.pausing import collector_paused
+from piper.reading import read_file
 from piper.training.data import VOCAB_SIZE, TextBatches
 from piper.training.messages import explain
 from piper.training.sections import (
@@ -90,13 +94,14 @@ def load_config(path: str | Path) -> RunConfig:
             fields that need or exclude each other; a strategy that does not exist.
     """
     path = Path(path)
+    data = read_file(
+        path, f"{path}: expected a TOML configuration file", ConfigError, limit=MAX_CONFIG
+    )
     try:
-        raw = tomllib.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: expected a TOML configuration file: {error.strerror}"
-        ) from error
+        raw = tomllib.loads(data.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except (RecursionError, ValueError) as error:  # Python reads no numbers of thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     _check_finite(path, "", raw)
     config = _convert(path, raw)
@@ -104,21 +109,33 @@ def load_config(path: str | Path) -> RunConfig:
     _check_optimizer(path, config.optimizer)
     _check_train(path, config.train)
     config = _relative_to(path.parent, config)
-    _check_values(path, config)
+    with collector_paused():
+        _check_values(path, config)
     _check_stages(path, config)
     return config
 
 
 def _check_finite(path: Path, field: str, value: object) -> None:
-    """No number of a run may be ``inf`` or ``nan``, though TOML has both."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{path}: {field}: expected a finite number, found {value}")
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _check_finite(path, f"{field}.{name}" if field else str(name), item)
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_finite(path, f"{field}[{index}]", item)
+    """No number of a run may be ``inf`` or ``nan``, though TOML has both, or of more than 64 bits;
+    nothing is nested deeply.
+    """
+    waiting = [(field, value, 0)]
+    while waiting:
+        place, each, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise ConfigError(
+                f"{path}: {place:.80}: expected values nested at most {MAX_DEPTH} deep"
+            )
+        if isinstance(each, float) and not math.isfinite(each):
+            raise ConfigError(f"{path}: {place}: expected a finite number, found {each}")
+        if isinstance(each, int) and abs(each) > MAX_NUMBER:
+            raise ConfigError(f"{path}: {place}: expected a number of 64 bits")
+        if isinstance(each, dict):
+            for name, item in each.items():
+                waiting.append((f"{place}.{name}" if place else str(name), item, depth + 1))
+        if isinstance(each, list):
+            for index, item in enumerate(each):
+                waiting.append((f"{place}[{index}]", item, depth + 1))
 
 
 def _convert(path: Path, raw: dict[str, object]) -> RunConfig:
@@ -196,7 +213,7 @@ def _check_groups(path: Path, groups: tuple[tuple[int, ...], ...] | None) -> Non
             f"[[0, 1], [2, 3]], found {[list(group) for group in groups]}"
         )
     devices = [device for group in groups for device in group]
-    repeated = sorted({device for device in devices if devices.count(device) > 1})
+    repeated = sorted(device for device, times in Counter(devices).items() if times > 1)
     if repeated:
         raise ConfigError(
             f"{path}: strategy.groups: expected each device once, found {repeated[0]} more than once"

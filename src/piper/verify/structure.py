@@ -4,15 +4,14 @@ nodes, values.
 Other checks rely on it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 from piper.ids import Slot, Stream
 from piper.ir.dag import STATE, LossKind, Role, Value
 from piper.ir.symbols import evaluate
-from piper.ops.accumulate import Accumulate
-from piper.ops.base import CommunicatorId, Instruction, Rendezvous
-from piper.ops.update import OptimizerStep
+from piper.ops.base import CommunicatorId, Rendezvous
+from piper.plan.check import plan_problems
 from piper.plan.model import CommunicatorInfo, DevicePlan, Plan
 from piper.plan.roles import Roles, find_roles
 from piper.verify.aliases import find_aliases, find_views
@@ -20,10 +19,18 @@ from piper.verify.trace import Messages, Problem, Subject, Trace, node_label
 
 CHECK = "structure"
 
+_MOST = 20  # problems that are looked for in what does not even fit together
 
-def check_structure(plan: Plan) -> tuple[Subject, list[Problem]]:
-    """Unfold *plan*. The subject may be used only if there is no problem."""
+
+def check_structure(plan: Plan, allowed: Collection[str] = ()) -> tuple[Subject, list[Problem]]:
+    """Unfold *plan*. The subject may be used only if there is no problem. *allowed* are patterns of
+    operators of other libraries that bodies may call.
+    """
     messages = Messages(plan.dag, plan.bindings)
+    form = islice(plan_problems(plan, allowed), _MOST)
+    problems = [Problem(CHECK, text) for text in form]
+    if problems:
+        return Subject(plan, (), messages), problems
     problems = [Problem(CHECK, text) for text in _header(plan)]
     if problems:
         return Subject(plan, (), messages), problems
@@ -51,9 +58,6 @@ def check_structure(plan: Plan) -> tuple[Subject, list[Problem]]:
 
 def _header(plan: Plan) -> Iterator[str]:
     dag = plan.dag
-    numbers = [d.device for d in plan.devices]
-    if numbers != list(range(plan.num_devices)):
-        yield f"expected device plans 0 to {plan.num_devices - 1} in order, found {numbers}"
     if plan.num_microbatches != dag.num_microbatches:
         yield (
             f"the plan runs {plan.num_microbatches} microbatches per replica, "
@@ -195,6 +199,9 @@ def _slot_use(trace: Trace) -> Iterator[tuple[int, str]]:
     size = len(trace.values)
     columns = (("read", trace.reads), ("written", trace.writes), ("freed", trace.frees))
     for done, column in columns:
+        if set(map(type, chain.from_iterable(column))) - {int}:
+            yield from _no_numbers(column)
+            continue
         used: set[Slot] = set().union(*column)
         if used and (min(used) < 0 or max(used) >= size):
             for i, slots in enumerate(column):
@@ -208,6 +215,14 @@ def _slot_use(trace: Trace) -> Iterator[tuple[int, str]]:
                 yield i, f"a slot is {done} twice by one instruction"
 
 
+def _no_numbers(column: Sequence[tuple[Slot, ...]]) -> Iterator[tuple[int, str]]:
+    """Slots of a plan that was made in Python that are no integers: such a one may equal one."""
+    for i, slots in enumerate(column):
+        yield from (
+            (i, f"slot {slot!r:.40} is no whole number") for slot in slots if type(slot) is not int
+        )
+
+
 def _references(plan: Plan, trace: Trace) -> Iterator[tuple[int, str]]:
     """Nodes that do not exist, streams without a name, fields that do not fit together."""
     nodes = plan.dag.nodes
@@ -216,8 +231,6 @@ def _references(plan: Plan, trace: Trace) -> Iterator[tuple[int, str]]:
             yield i, f"node {instruction.node} is not in the DAG"
         if not instruction.stream:
             yield i, "the stream has no name"
-        if check := _FIELDS.get(type(instruction)):
-            yield from ((i, text) for text in check(instruction))
 
 
 def _meeting(
@@ -243,30 +256,3 @@ def _meeting(
             f"communicator {info.name!r} goes {info.members}: device {device} cannot {meeting.role}"
         ]
     return []
-
-
-def _accumulate(instruction: Instruction) -> Sequence[str]:
-    assert isinstance(instruction, Accumulate)
-    lengths = (len(instruction.totals), len(instruction.left), len(instruction.right))
-    if len(set(lengths)) != 1:
-        return [f"totals, left and right have lengths {lengths}"]
-    kept = {
-        left
-        for total, left in zip(instruction.totals, instruction.left, strict=True)
-        if total != left
-    }
-    if stray := sorted(set(instruction.moved) - kept):
-        return [f"moves {stray}, which it does not add to another slot"]
-    return []
-
-
-def _update(instruction: Instruction) -> Sequence[str]:
-    assert isinstance(instruction, OptimizerStep)
-    names, parameters, gradients = instruction.names, instruction.parameters, instruction.gradients
-    lengths = (len(names), len(parameters), len(gradients))
-    if len(set(lengths)) != 1:
-        return [f"names, parameters and gradients have lengths {lengths}"]
-    return [] if len(set(names)) == len(names) else ["a parameter is named twice"]
-
-
-_FIELDS = {Accumulate: _accumulate, OptimizerStep: _update}

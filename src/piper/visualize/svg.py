@@ -136,7 +136,7 @@ def _legend(
         (look.meaning, look.colour) for name, look in LOOKS.items() if name in used
     ):
         yield f'<rect x="{left:g}" y="{bottom - 9}" width="10" height="10" rx="2" fill="{colour}"/>'
-        yield f'<text x="{left + 15:g}" y="{bottom}" fill="{NEUTRAL}">{meaning}</text>'
+        yield f'<text x="{left + 15:g}" y="{bottom}" fill="{NEUTRAL}">{escape(meaning)}</text>'
         left += 15 + len(meaning) * DIGIT + 14
     words, totals, below = (
         f"{NUMBERS}{DARKER}" if darker else NUMBERS,
@@ -144,8 +144,8 @@ def _legend(
         bottom + LINE,
     )
     if margin + (len(words) + len(totals) + 2) * DIGIT < width:
-        yield f'<text x="{margin}" y="{below}" fill="{NEUTRAL}">{words}</text>'
-    yield f'<text x="{width}" y="{below}" text-anchor="end" fill="{NEUTRAL}">{totals}</text>'
+        yield f'<text x="{margin}" y="{below}" fill="{NEUTRAL}">{escape(words)}</text>'
+    yield f'<text x="{width}" y="{below}" text-anchor="end" fill="{NEUTRAL}">{escape(totals)}</text>'
 
 
 def _totals(timeline: Timeline) -> str:

@@ -1,31 +1,35 @@
 """Reading a checkpoint: tensors when they are asked for, from files that are mapped into memory."""
 
+import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from piper.boundary import public
 from piper.brief import brief, count
 from piper.devices.tensors import torch_dtype
-from piper.errors import CheckpointError
+from piper.errors import CheckpointError, PiperWarning
+from piper.reading import decode_json, open_regular, read_file, reason
 from piper.runtime.checkpoint.index import (
     FORMAT,
     INDEX,
     VERSION,
+    WITHOUT_DIGEST,
     Entry,
     Head,
     Index,
     OptimizerIndex,
     Piece,
-    check_pieces,
+    check_index,
+    is_sealed,
 )
-from piper.runtime.checkpoint.values import decode
+from piper.runtime.checkpoint.values import check, decode
 from piper.runtime.snapshot import OptimizerSnapshot, StateSnapshot
 from piper.runtime.tensor_file import (
     file_digest,
@@ -55,26 +59,46 @@ class Checkpoint:
         version. The files of tensors are not looked at.
         """
         folder = Path(path).absolute()
-        try:
-            content = (folder / INDEX).read_bytes()
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder}: expected the folder of a checkpoint, with an {INDEX}: {error.strerror}"
-            ) from error
-        try:
-            head = msgspec.json.decode(content, type=Head)
-            if (head.format, head.version) == (FORMAT, VERSION):
-                index = msgspec.json.decode(content, type=Index)
-                check_pieces(index)
-                return cls(folder, index)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise CheckpointError(
-                f"{folder / INDEX}: expected the index of a checkpoint: {error}; use another checkpoint"
-            ) from error
-        raise CheckpointError(
-            f"{folder}: expected {FORMAT!r}, version {VERSION}, found {head.format!r}, version {head.version}; load it with the version "
-            "of piper that wrote it"
+        file = folder / INDEX
+        failure = f"{folder}: expected the folder of a checkpoint, with an {INDEX}"
+        content = read_file(file, failure, CheckpointError, follow_links=False)
+        head = decode_json(
+            content,
+            Head,
+            f"{file}: expected the index of a checkpoint",
+            CheckpointError,
+            whole=False,
         )
+        if head.format != FORMAT or head.version not in (WITHOUT_DIGEST, VERSION):
+            raise CheckpointError(
+                f"{folder}: expected {FORMAT!r}, version {VERSION}, found {head.format!r:.40}, version {head.version!r:.40}; load it with the "
+                "version of piper that wrote it"
+            )
+        index = decode_json(
+            content, Index, f"{file}: expected the index of a checkpoint", CheckpointError
+        )
+        if (index.version == WITHOUT_DIGEST) != (not index.digest):
+            raise CheckpointError(
+                f"{file}: an index has a digest from version {VERSION} on, this one says version {index.version}; use another checkpoint"
+            )
+        if index.digest and not is_sealed(content, index.digest):
+            raise CheckpointError(
+                f"{file}: its contents are not what was written (another SHA-256): the file is damaged; use another checkpoint"
+            )
+        try:
+            check_index(index)
+            _check_values(index)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{file}: expected the index of a checkpoint: {error}; use another checkpoint"
+            ) from error
+        if not index.digest:
+            warnings.warn(
+                f"{file} was written before it had a digest, so that damage to it may go unnoticed; load it, and save it again",
+                PiperWarning,
+                stacklevel=2,
+            )
+        return cls(folder, index)
 
     @property
     def step(self) -> int:
@@ -89,13 +113,17 @@ class Checkpoint:
     def weights(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The named parameters and buffers. May be passed to ``compile`` as ``init``.
 
-        Raises :class:`CheckpointError` for a name that there is not, or a file that cannot be read.
+        Raises :class:`CheckpointError` for a name that there is not, or a file that cannot be read or
+        is damaged (the checksum of each file that has one of them is compared).
         """
         entries = self.index.parameters | self.index.buffers
         if missing := sorted(set(names) - set(entries)):
             raise CheckpointError(
                 f"{self.path}: there is no parameter or buffer {missing[0]!r} ({len(missing)} missing in all)"
             )
+        numbers = {piece.file for name in names for piece in entries[name].pieces}
+        if (damage := self.damage(sorted(numbers))) is not None:
+            raise CheckpointError(damage)
         with _Files(self) as files:
             return {name: files.tensor(entries[name]).clone() for name in names}
 
@@ -118,12 +146,13 @@ class Checkpoint:
             info = self.index.files[number]
             path = self.path / info.name
             try:
-                if (found := path.stat().st_size) != info.nbytes:
+                found, digest = file_digest(path, info.nbytes)
+                if found != info.nbytes:
                     return f"{path}: expected {info.nbytes} bytes, found {found}: the file is truncated or not the one that was written"
-                if file_digest(path) != info.sha256:
+                if digest != info.sha256:
                     return f"{path}: its contents are not what was written (another SHA-256): the file is damaged"
             except OSError as error:
-                return f"{path}: expected a file of the checkpoint that every device can read: {error.strerror}"
+                return f"{path}: expected a file of the checkpoint that every device can read: {reason(error)}"
         return None
 
 
@@ -157,7 +186,9 @@ class _Files:
         name = self._checkpoint.index.files[piece.file].name
         try:
             if piece.file not in self._open:
-                file = safe_open(self._checkpoint.path / name, framework="pt")
+                path = self._checkpoint.path / name
+                os.close(open_regular(path, follow_links=False))
+                file = safe_open(path, framework="pt")
                 self._open[piece.file] = self._stack.enter_context(file)
             found: torch.Tensor = self._open[piece.file].get_tensor(piece.key)  # type: ignore[no-untyped-call]  # safetensors' own
         except (OSError, SafetensorError) as error:
@@ -165,7 +196,13 @@ class _Files:
                 f"{self._checkpoint.path / name}: could not read {piece.key!r}: {error}"
             ) from error
         flat = found.reshape(-1)
-        flat = flat if flat.dtype == dtype else flat.view(dtype)
+        # Complex numbers are stored as pairs of real ones.
+        if dtype.is_complex and flat.dtype == dtype.to_real() and flat.numel() % 2 == 0:
+            flat = flat.view(dtype)
+        if flat.dtype != dtype:
+            raise CheckpointError(
+                f"{self._checkpoint.path / name}: {piece.key!r}: expected elements of type {dtype}, found {flat.dtype}"
+            )
         if flat.numel() != piece.count:
             raise CheckpointError(
                 f"{self._checkpoint.path / name}: {piece.key!r}: expected {piece.count} elements, found {flat.numel()}"
@@ -213,6 +250,16 @@ def _optimizer(index: OptimizerIndex, read: Callable[[Entry], torch.Tensor]) -> 
 
     groups = tuple({k: decode(v) for k, v in group.options.items()} for group in index.groups)
     return OptimizerSnapshot(_Lazy((*index.tensors, *index.values), state), groups)
+
+
+def _check_values(index: Index) -> None:
+    """Raise :class:`ValueError` for an encoded value that is none."""
+    values: list[object] = list(index.metadata.values())
+    if index.optimizer is not None:
+        values += [value for group in index.optimizer.groups for value in group.options.values()]
+        values += [v for entries in index.optimizer.values.values() for v in entries.values()]
+    for value in values:
+        check(value)
 
 
 def _without_elements(entry: Entry) -> torch.Tensor:
