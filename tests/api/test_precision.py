@@ -410,7 +410,7 @@ class NoWorker(InProcessBackend):
 @pytest.mark.parametrize(
     ("precision", "model", "words"),
     [
-        ("bf61", Model(), "unknown precision 'bf61'.*'bf16'"),
+        ("bf61", Model(), "precision is .*'bf61'.*did you mean 'bf16'"),
         ("bf16", Model().double(), "torch.float64.*torch.float32"),
     ],
 )
