@@ -266,3 +266,22 @@ def test_case_30_evaluation_between_steps_at_another_size():
     for key, tensor in without.items():
         if isinstance(tensor, torch.Tensor):
             assert torch.equal(with_[key], tensor), key
+
+
+@pytest.mark.parametrize("shared", [[0], pytest.param([1], marks=pytest.mark.full), [2]])
+def test_a_weighted_loss_with_all_experts_on_one_device(shared):
+    """The total weight is there already where that is one of the devices of the rest."""
+
+    def loss(outputs, targets):
+        (logits, auxiliary), count = outputs, targets.numel()
+        logits, targets = logits.flatten(0, 1), targets.flatten()
+        total = functional.cross_entropy(logits, targets, reduction="sum")
+        return total + auxiliary * count, count
+
+    strategy = [
+        piper.Place({"EP": None}, [0, 1]),
+        piper.Shard({"EP": "*"}, shared),
+        piper.Replicate({"EP": None}),
+        piper.Split({}, num_microbatches=2),
+    ]
+    assert_equal(Stack().double(), loss, strategy, batch(8))

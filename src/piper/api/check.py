@@ -26,6 +26,7 @@ from piper.boundary import public
 from piper.capture.forms import as_pair
 from piper.capture.joint import LossFn
 from piper.capture.precision import PrecisionLike, make_precision
+from piper.capture.surroundings import plain_surroundings
 from piper.directives.base import Directive
 from piper.errors import CheckError, expect
 from piper.runtime.batch import Batch
@@ -45,6 +46,7 @@ compute type is rounded alike on both sides, bit for bit; only sums in the reduc
 
 
 @public
+@plain_surroundings()
 def check(
     model: torch.nn.Module,
     loss_fn: LossFn | None,

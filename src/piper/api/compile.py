@@ -16,6 +16,7 @@ from piper.backends.base import Backend
 from piper.boundary import public
 from piper.capture.joint import LossFn
 from piper.capture.precision import PrecisionLike, make_precision
+from piper.capture.surroundings import plain_surroundings
 from piper.directives.base import Directive
 from piper.errors import ConfigError, StateError
 from piper.runtime.compiled import Compilation
@@ -24,6 +25,7 @@ from piper.runtime.state import Weights
 
 
 @public
+@plain_surroundings()
 def compile(  # noqa: A001  (the field's word; users write piper.compile)
     model: torch.nn.Module,
     loss_fn: LossFn | None,

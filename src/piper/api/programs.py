@@ -12,6 +12,7 @@ from piper.capture import Captured, capture_with_constants
 from piper.capture.forms import as_pair, loss_function
 from piper.capture.joint import LossFn
 from piper.capture.precision import Precision
+from piper.capture.wrapped import refuse_wrapped
 from piper.directives.base import Directive
 from piper.directives.order import Order
 from piper.directives.strategy import apply, as_strategy
@@ -78,6 +79,7 @@ class Programs:
         fold_above: int | None = None,
     ) -> None:
         expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
+        refuse_wrapped(model)
         self.fold_above = fold_above
         self.limits = limits or Limits()
         self.precision = precision
@@ -90,6 +92,7 @@ class Programs:
         # What is to be tried with a batch of a new signature before it is captured.
         self.rehearse: Callable[[Batch], None] | None = None
         self._made: dict[tuple[object, ...], Program] = {}
+        self._trained: Plan | None = None  # by the last training step
         self._captured: dict[tuple[object, ...], Captured] = {}
 
     def pair(self, given: object) -> Batch:
@@ -103,7 +106,9 @@ class Programs:
         """The program of a training step on batches like *batch*, whose gradients are used as
         said.
         """
-        return self._get("train", batch, self.strategy, use)
+        program = self._get("train", batch, self.strategy, use)
+        self._trained = program.plan
+        return program
 
     def evaluation(self, batch: Batch) -> Program:
         """The program of the forward pass alone, in evaluation mode. Orders speak of training and
@@ -120,7 +125,14 @@ class Programs:
         alike = (mode, found, _flags(self.model))
         if (alike, use) not in self._made:
             captured, dag = self._apply(alike, batch, strategy, use, grad=mode == "train")
-            planned = plan_with(dag, self.limits, fold=self._pays_to_fold(dag))
+            # A region that exists in training only may be all that a device has.
+            trained = None if mode == "train" else self._trained
+            planned = plan_with(
+                dag,
+                self.limits,
+                fold=self._pays_to_fold(dag),
+                num_devices=None if trained is None else trained.num_devices,
+            )
             # The model's own code called them: it is trusted.
             verify(planned, allow_operators=foreign_operators(dag.bodies.values()))
             key = f"{mode}-{len(self._made)}"
@@ -149,7 +161,9 @@ class Programs:
             core = self._captured[alike].dag
             if grad:
                 core = use_gradients(core, use, self.clip, loss_scaled=self.loss_scaled).dag
-            return apply(core, strategy)
+            return apply(
+                core, strategy, tags_of=None if grad or self._trained is None else self._trained.dag
+            )
 
         if alike not in self._captured:
             if self.rehearse is not None:

@@ -11,6 +11,8 @@ from piper.capture.forms import as_pair, loss_function, own_loss
 from piper.capture.joint import LossFn, capture_joint
 from piper.capture.partition import Captured, partition
 from piper.capture.precision import PrecisionLike, check_model, make_precision
+from piper.capture.surroundings import plain_surroundings
+from piper.capture.wrapped import refuse_wrapped
 from piper.errors import CaptureError, ConfigError, expect
 from piper.ir.dag import Dag
 from piper.pausing import collector_paused
@@ -75,13 +77,14 @@ def capture_with_constants(
 ) -> Captured:
     """Like :func:`capture`, with the values of the DAG's constant buffers."""
     expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
+    refuse_wrapped(model)
     check_loss_fn(loss_function(loss_fn))
     pair = as_pair(example_batch, own_loss=loss_function(loss_fn) is own_loss, error=CaptureError)
     batch = flatten_batch(model.forward, pair, batch_dims)
     policy = make_precision(precision)
     if policy is not None:
         check_model(model, policy)
-    with collector_paused():
+    with plain_surroundings(), collector_paused():
         joint = capture_joint(
             model, loss_function(loss_fn), batch, batch_size=batch_size, grad=grad, precision=policy
         )

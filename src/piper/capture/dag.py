@@ -81,6 +81,11 @@ class _Assembly:
         for number, own in enumerate(members):
             chunk = self._chunk(number, own, [n for n in own if n in read])
             nodes[chunk.id] = chunk
+        # What is written is state, whether or not its old value is read.
+        written = {name for name, _ in joint.buffer_updates}
+        for node, source in joint.inputs.items():
+            if isinstance(source, BufferInput) and source.name in written:
+                self._input(node)
         weights = () if joint.weight is None else (self._of_node[joint.weight],)
         return Dag(
             nodes=nodes,

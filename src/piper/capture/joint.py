@@ -9,7 +9,7 @@ symbolic batch size, node annotations. The tested releases are in :data:`TESTED_
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from piper.capture.annotate import RegionPath, RegionTrace, recording
 from piper.capture.batch import Batch
+from piper.capture.effects import Watch, find_effect, line_of
 from piper.capture.explain import explained
 from piper.capture.hooks import refuse_parameter_hooks
 from piper.capture.loss import read_loss
@@ -186,7 +187,9 @@ def capture_joint(
     compute = None if precision is None else precision.compute
     with fake_model(model, fake, grad=grad, compute=compute) as rewind:
         step = _StepModule(model, loss_fn, batch, precision, rewind)
-        graph_module = _trace(step, list(leaves.values()), fake)
+        with _kernels_of_this_machine(model):
+            graph_module = _trace(step, list(leaves.values()), fake)
+        _refuse_effects(graph_module, step, list(leaves.values()), fake)
         weighted = step.weighted
     symbolic = isinstance(rows, torch.SymInt) and not isinstance(dim(rows), int)
     _refuse_foreign_parameters(graph_module)
@@ -209,6 +212,24 @@ def capture_joint(
             "Check requires_grad, torch.no_grad() and .detach() in the model and the loss"
         )
     return joint
+
+
+def _refuse_effects(
+    module: torch.fx.GraphModule,
+    step: "_StepModule",
+    leaves: Sequence[torch.Tensor],
+    fake: FakeTensorMode,
+) -> None:
+    """Raise :class:`CaptureError` if the graph of *step* has an effect; another trace says where."""
+    effect = find_effect(module.graph)
+    if effect is None:
+        return
+    step.watching = Watch(effect.operator)
+    try:
+        _trace(step, leaves, fake)
+    except PiperError as error:
+        raise effect.refused(line_of(error)) from None
+    raise effect.refused("")
 
 
 def check_torch_version(version: str) -> None:
@@ -240,6 +261,7 @@ class _StepModule(nn.Module):
         # Kept out of the module tree: what a loss module registers is not part of the model.
         self._hidden = (loss_fn, batch)
         self.weighted = False
+        self.watching: Watch | None = None
         self.trace = RegionTrace(lambda path: fx_traceback.annotate({_KEY: path}))
         self.training = model.training
 
@@ -252,7 +274,7 @@ class _StepModule(nn.Module):
         args, kwargs, targets = batch.rebuild(
             [next(stream) if leaf.is_tensor else leaf.value for leaf in batch.leaves]
         )
-        with recording(self.trace):
+        with recording(self.trace), self.watching or nullcontext():
             if self._precision is not None:
                 args, kwargs = cast((args, kwargs), self._precision.compute)
             outputs = self.model(*args, **kwargs)
@@ -308,6 +330,17 @@ def _trace(
         except Exception as error:
             raise explained(error) from error
         return exported.graph_module
+
+
+@contextmanager
+def _kernels_of_this_machine(model: nn.Module) -> Iterator[None]:
+    """Tracing takes oneDNN's recurrent layers for bfloat16 even where the processor does not have
+    them; PyTorch itself does not.
+    """
+    short = any(p.dtype is torch.bfloat16 for p in model.parameters())
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    with nullcontext() if supported or not short else torch.backends.mkldnn.flags(enabled=False):
+        yield
 
 
 @contextmanager
@@ -381,6 +414,7 @@ def _describe(
             case PlainAOTOutput(idx=idx):
                 plain[idx] = result
             case GradAOTOutput(grad_of=ParamAOTInput(target=name)):
+                _refuse_sparse(_model_name(name), result)
                 gradients.append((_model_name(name), result))
             case None:
                 pass  # an input that requires no gradient
@@ -412,6 +446,20 @@ def _describe(
         captured_size=captured_size,
         symbolic=symbolic,
         size_guards=size_guards,
+    )
+
+
+def _refuse_sparse(name: str, gradient: torch.fx.Node | None) -> None:
+    value = None if gradient is None else gradient.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        raise CaptureError(sparse_gradient(name))
+
+
+def sparse_gradient(name: str) -> str:
+    """What is wrong with a parameter whose gradient is sparse."""
+    return (
+        f"the gradient of parameter {name!r} is sparse; gradients are added up, reduced and sharded as dense tensors: "
+        "make the embedding with sparse=False (F.embedding and EmbeddingBag alike), and use an optimizer for dense gradients"
     )
 
 

@@ -1,7 +1,7 @@
 """Strategies: lists of directives, applied in program order, and their JSON form."""
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ from piper.errors import DirectiveError, FilterError, PiperError, StrategyFileEr
 from piper.ir.check import check_dag
 from piper.ir.dag import Dag
 from piper.ir.derive import derive
-from piper.ir.select import Selector
+from piper.ir.select import Selector, known_tags
 from piper.pausing import collector_paused
 from piper.reading import decode_json, read_file
 
@@ -24,22 +24,25 @@ Strategy: TypeAlias = Sequence[Directive]
 
 
 @public
-def apply(dag: Dag, strategy: Strategy) -> Dag:
+def apply(dag: Dag, strategy: Strategy, *, tags_of: Dag | None = None) -> Dag:
     """*dag* rewritten by each directive in program order; invariants are checked after each.
 
     Neighbouring directives of one kind (a whole placement, a whole schedule) count as one. An error
     names the directive that caused it and is of the class that its ``apply`` documents;
-    :class:`DirectiveError` is raised for what is no list of directives.
+    :class:`DirectiveError` is raised for what is no list of directives. Filters may also name tags
+    of *tags_of*, a DAG of the same model to which the strategy was applied (in training, which may
+    have regions that evaluation has not): here they match nothing.
     """
     expect(dag, Dag, "apply", "piper.capture makes one")
     strategy = as_strategy(strategy)
     start = len(dag.directives)
     dag = replace(dag, directives=(*dag.directives, *(d.describe() for d in strategy)))
-    _refuse_early(dag, strategy, start)
+    elsewhere = {} if tags_of is None else known_tags(tags_of)
+    _refuse_early(dag, strategy, start, elsewhere)
     with collector_paused():
         dag = derive(dag)
         for _, run in groupby(enumerate(strategy, start), key=lambda item: type(item[1])):
-            dag = _apply_run(dag, list(run))
+            dag = _apply_run(dag, list(run), elsewhere)
         kinds: dict[type[Directive], list[tuple[int, Directive]]] = {}
         for number, directive in enumerate(strategy, start):
             kinds.setdefault(type(directive), []).append((number, directive))
@@ -86,9 +89,11 @@ def _remedy(entry: object) -> str:
     return ""
 
 
-def _refuse_early(dag: Dag, strategy: Strategy, start: int) -> None:
+def _refuse_early(
+    dag: Dag, strategy: Strategy, start: int, elsewhere: Mapping[str, Collection[int]]
+) -> None:
     """Raise :class:`FilterError` for a directive that names a tag which only a later one makes."""
-    known = {name for node in dag.nodes.values() for name, _ in node.tags}
+    known = {*known_tags(dag), *elsewhere}
     for number, directive in enumerate(strategy):
         for name in sorted(directive.tags_named() - known):
             later = (d for d in strategy[number:] if name in d.tags_made())
@@ -101,16 +106,18 @@ def _refuse_early(dag: Dag, strategy: Strategy, start: int) -> None:
         known.update(directive.tags_made())
 
 
-def _apply_run(dag: Dag, run: Sequence[tuple[int, Directive]]) -> Dag:
+def _apply_run(
+    dag: Dag, run: Sequence[tuple[int, Directive]], elsewhere: Mapping[str, Collection[int]]
+) -> Dag:
     first, last = run[0][0], run[-1][0]
     where = ""
-    selector = Selector(dag)
+    selector = Selector(dag, elsewhere)
     try:
         for number, directive in run:
             where = f"directive {number}, {dag.directives[number]}"
             edit = directive.apply(dag, number, selector)
             if edit.remap:  # all else keeps ids and tags, which is what filters see
-                selector = Selector(edit.dag)
+                selector = Selector(edit.dag, elsewhere)
             dag = edit.dag
         if last > first:
             where = f"directives {first} to {last}, the last of them {dag.directives[last]}"

@@ -5,7 +5,7 @@ without that tag). ``PASS`` and ``COMM`` are tags too: ``{"PP": 0, "PASS": "F"}`
 "all_reduce"}``. ``{}`` matches all. A filter without ``COMM`` matches compute nodes only.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import TypeAlias
 
@@ -27,17 +27,20 @@ _OF_UPDATES = {"all_reduce", "reduce_scatter", "refresh", "transfer"}
 
 
 class Selector:
-    """Finds the nodes of one DAG that match filters; each filter costs a dictionary look-up."""
+    """Finds the nodes of one DAG that match filters; each filter costs a dictionary look-up.
 
-    def __init__(self, dag: Dag) -> None:
+    Filters may name the tags *elsewhere* too, with their indices, which match nothing.
+    """
+
+    def __init__(self, dag: Dag, elsewhere: Mapping[str, Collection[int]] | None = None) -> None:
         self._dag = dag
         self._tags = {n.id: _all_tags(n) for n in dag.nodes.values()}
         self._derived = {c.id for c in dag.chunks() if c.derived}
         self._tables: dict[tuple[str, ...], dict[tuple[_Scalar, ...], list[NodeId]]] = {}
-        self._known: dict[str, set[int]] = {}
-        for node in dag.nodes.values():
-            for name, index in node.tags:
-                self._known.setdefault(name, set()).add(index)
+        self._known = known_tags(dag)
+        self._named = {name: {*indices} for name, indices in self._known.items()}
+        for name, indices in (elsewhere or {}).items():
+            self._named.setdefault(name, set()).update(indices)
 
     def find(self, filter_: Filter, where: Callable[[Node], bool] | None = None) -> list[NodeId]:
         """The matching nodes in node order; derived compute nodes match only if the filter says
@@ -99,13 +102,13 @@ class Selector:
     def _check_tag(self, filter_: Filter, name: str, value: FilterValue) -> None:
         if value is None:
             return
-        if name not in self._known:
+        if name not in self._named:
             raise FilterError(
                 f"filter {dict(filter_)} names tag {name!r}, which no node has"
                 f"{self._maker(name)}; tags: {self.describe_tags()}"
             )
         for index in _alternatives(value):
-            if index != ANY and index not in self._known[name]:
+            if index != ANY and index not in self._named[name]:
                 raise FilterError(
                     f"filter {dict(filter_)}: no node has {name}={index!r}{self._count(name, index)}; tags: {self.describe_tags()}"
                 )
@@ -137,6 +140,15 @@ class Selector:
         if not self._known:
             return "the model has no annotated region (use piper.annotate or piper.annotate_module)"
         return ", ".join(f"{name} {_ranges(found)}" for name, found in sorted(self._known.items()))
+
+
+def known_tags(dag: Dag) -> dict[str, set[int]]:
+    """The tags of a DAG, with their indices."""
+    known: dict[str, set[int]] = {}
+    for node in dag.nodes.values():
+        for name, index in node.tags:
+            known.setdefault(name, set()).add(index)
+    return known
 
 
 def _all_tags(node: Node) -> dict[str, _Scalar]:

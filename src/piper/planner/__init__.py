@@ -90,17 +90,26 @@ def plan(
     return plan_with(dag, limits, costs, fold=fold)
 
 
-def plan_with(dag: Dag, limits: Limits, costs: Costs | None = None, *, fold: bool = False) -> Plan:
-    """:func:`plan`, with what is said about memory in one piece."""
+def plan_with(
+    dag: Dag,
+    limits: Limits,
+    costs: Costs | None = None,
+    *,
+    fold: bool = False,
+    num_devices: int | None = None,
+) -> Plan:
+    """:func:`plan`, with what is said about memory in one piece. *num_devices*: how many devices
+    there are; those on which nothing is placed have nothing to do. ``None``: there are none such.
+    """
     with collector_paused():
-        return _plan(dag, limits, costs, fold=fold)
+        return _plan(dag, limits, costs, fold=fold, given=num_devices)
 
 
-def _plan(dag: Dag, limits: Limits, costs: Costs | None, *, fold: bool) -> Plan:
+def _plan(dag: Dag, limits: Limits, costs: Costs | None, *, fold: bool, given: int | None) -> Plan:
     dag = _placed(dag)
     _check_claimed(dag)
     _check_sizes(dag)
-    num_devices = _count_devices(dag)
+    num_devices = _count_devices(dag) if given is None else given
     size = microbatch_size(dag)
     bindings = {} if dag.batch_symbol is None else {dag.batch_symbol: size}
     _check_guards(dag, size)

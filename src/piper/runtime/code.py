@@ -193,6 +193,8 @@ class _Writer:
         overload = resolve(call.target)
         assert isinstance(overload, OpOverload)
         name, key = call.target.replace(".", "_"), (call.target, call.rng is None)
+        if call.target in KEEPS_FOR_BACKWARD:
+            return self._hoist(name, _kept_for_backward(overload), key)
         if call.rng is not None:
             return self._hoist(name, draw(overload), key)
         # The bound builtin: what OpOverload.__call__ forwards to, 0.2 µs sooner.
@@ -227,6 +229,20 @@ class _Writer:
             self._names[key] = name
             self.constants[name] = value
         return self._names[key]
+
+
+KEEPS_FOR_BACKWARD = frozenset({"aten.mkldnn_rnn_layer.default"})
+"""Operators that make what their backward reads (a workspace) only while gradients are recorded."""
+
+
+def _kept_for_backward(overload: OpOverload) -> Callable[..., object]:
+    """*overload* as it computes while gradients are recorded; of nothing here one is."""
+
+    def call(*args: object) -> object:
+        with torch.enable_grad():
+            return overload(*(a.detach() if isinstance(a, torch.Tensor) else a for a in args))
+
+    return call
 
 
 def constant(const: ir.Const, device: torch.device) -> object:

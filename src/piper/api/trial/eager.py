@@ -17,7 +17,7 @@ from piper.capture.batch import Batch as FlatBatch
 from piper.capture.batch import as_arguments, flatten_batch
 from piper.capture.explain import user_line
 from piper.capture.hooks import refuse_parameter_hooks
-from piper.capture.joint import LossFn
+from piper.capture.joint import LossFn, sparse_gradient
 from piper.capture.loss import Loss, check_weight, read_loss
 from piper.capture.precision import Precision, cast, check_model, is_cast
 from piper.capture.states import model_states
@@ -91,6 +91,9 @@ class EagerModel:
             if loss.value.requires_grad:
                 with self._failing("the backward", inputs=part[0]):
                     loss.value.backward()  # type: ignore[no-untyped-call]  # torch's own
+            for name, tensor in own.items():
+                if tensor.grad is not None and tensor.grad.layout is not torch.strided:
+                    raise CaptureError(sparse_gradient(name))
             return outputs, result, loss
 
         with torch.inference_mode(mode=False), torch.enable_grad(), DrawFrom(self.seed, 0, 0):
