@@ -27,7 +27,7 @@ HIDDEN = [
         # running statistics that are written, though the schema does not say so
         "^batch_norm$|^native_batch_norm$|_batch_norm_impl_index$|cudnn_batch_norm|miopen|instance_norm|_update_stats|_gather_stats",
         "sparse|coalesce|nested|jagged|padded|quant|^q_|int_repr|fbgemm|prepack|cslt|^(c?col_|c?row_|crow_|_)?(indices|values)(_copy)?$",
-        "mkldnn|_mps|^mps|vulkan|triton|^cuda$|^cpu$|_to_cpu|pin_memory|_cudnn_init|flatten_weight|nnpack",  # other devices and layouts
+        "mkldnn(?!_rnn_layer)|_mps|^mps|vulkan|triton|^cuda$|^cpu$|_to_cpu|pin_memory|_cudnn_init|flatten_weight|nnpack",  # other devices and layouts
         "batch_dim|^_autocast|_fw_primal|_make_|_unpack_dual|_fused_ada|_fused_sgd|_amp_|_foreach_copy|overrideable",
         "^sorted$|^as_tensor$|^tensor$|^__interpolate|^__upsample|_ncf_|_pad_packed|_reshape_from_tensor",  # TorchScript's own
         "_sobol|^_index_put_impl$|_rowwise_prune|_resize_output|_grad_sum_to_size",
