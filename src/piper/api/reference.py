@@ -15,7 +15,7 @@ from piper.api.rows import Rows
 from piper.api.separate_uses import SeparateUses
 from piper.api.swapped import with_tensors
 from piper.capture.batch import as_arguments
-from piper.capture.joint import LossFn, captured_kernels
+from piper.capture.joint import LossFn, captured_kernels, kernels_of_this_machine
 from piper.capture.loss import check_weight, read_loss
 from piper.capture.precision import Precision, cast, is_cast
 from piper.devices.tensors import torch_dtype
@@ -191,7 +191,8 @@ class Reference:
         captured = self._precision is not None
         paths = captured_kernels() if captured else nullcontext()
         experts = (capturable_experts if captured else plain_experts)(self._model)
-        with paths, experts, used.separate():
+        types = () if self._precision is None else (self._precision.compute,)
+        with paths, kernels_of_this_machine(types), experts, used.separate():
             if self._precision is not None:
                 args, kwargs = cast((args, kwargs), self._precision.compute)
             outputs = self._model(*args, **kwargs)

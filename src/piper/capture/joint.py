@@ -8,7 +8,7 @@ symbolic batch size, node annotations. The tested releases are in :data:`TESTED_
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -187,7 +187,7 @@ def capture_joint(
     compute = None if precision is None else precision.compute
     with fake_model(model, fake, grad=grad, compute=compute) as rewind:
         step = _StepModule(model, loss_fn, batch, precision, rewind)
-        with _kernels_of_this_machine(model):
+        with kernels_of_this_machine({p.dtype for p in model.parameters()}):
             graph_module = _trace(step, list(leaves.values()), fake)
         _refuse_effects(graph_module, step, list(leaves.values()), fake)
         weighted = step.weighted
@@ -333,13 +333,16 @@ def _trace(
 
 
 @contextmanager
-def _kernels_of_this_machine(model: nn.Module) -> Iterator[None]:
-    """Tracing takes oneDNN's recurrent layers for bfloat16 even where the processor does not have
-    them; PyTorch itself does not.
+def kernels_of_this_machine(types: Container[torch.dtype]) -> Iterator[None]:
+    """What is traced takes oneDNN's recurrent layers for bfloat16, if that is among the *types*,
+    even where the processor does not have them; PyTorch itself does not.
     """
-    short = any(p.dtype is torch.bfloat16 for p in model.parameters())
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    with nullcontext() if supported or not short else torch.backends.mkldnn.flags(enabled=False):
+    with (
+        nullcontext()
+        if supported or torch.bfloat16 not in types
+        else torch.backends.mkldnn.flags(enabled=False)
+    ):
         yield
 
 
