@@ -5,6 +5,7 @@ import json
 import pytest
 from tests.support.synthetic import OPAQUE, chain
 
+from piper import reading
 from piper.directives.order import Order
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
@@ -37,6 +38,15 @@ def test_plan_round_trip_byte_for_byte(planned):
     assert again == planned
     assert encode_plan(again) == files
     verify(again)
+
+
+def test_what_we_wrote_needs_no_second_look(planned, monkeypatch):
+    def scanned(data, make):
+        raise AssertionError("the file is not as it is written: names are looked for twice")
+
+    monkeypatch.setattr(reading, "_refuse_twice", scanned)
+    assert decode_plan(encode_plan(planned)) == planned
+    assert decode_dag(encode_dag(planned.dag)) == planned.dag
 
 
 def test_dag_round_trip_byte_for_byte(planned):

@@ -99,15 +99,16 @@ class _Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    # In the order in which they are written: see `decode_json`.
     version: int
     num_devices: int
+    dag: _Dag
     bindings: dict[str, int]
     microbatch_size: int
     num_microbatches: int
     num_replicas: int
     seed_value: float
     communicators: tuple[CommunicatorInfo, ...]
-    dag: _Dag
     roles: tuple[tuple[DeviceId, ...], ...] = ()
 
 
