@@ -94,7 +94,9 @@ class Drawing(Two):
 
 
 @pytest.mark.parametrize(
-    "generator", [random.Random(0), np.random.default_rng(0), np.random.RandomState(0)], ids=str
+    "generator",
+    [random.Random(0), np.random.default_rng(0), np.random.RandomState(0)],
+    ids=lambda generator: type(generator).__name__,
 )
 def test_generators_that_the_model_holds(generator):
     model = Drawing(generator)
@@ -401,3 +403,25 @@ def test_the_model_and_the_random_states_are_left_as_they_were():
     assert random.getstate() == states[0]
     assert str(np.random.get_state()) == states[1]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), states[2])
+
+
+class Counter:
+    """An object of the user's own."""
+
+    def __init__(self):
+        self.calls = 0
+
+
+def test_an_object_that_a_function_of_the_model_refers_to():
+    counter = Counter()
+
+    class Counting(Two):
+        def last(self, h):
+            counter.calls += 1
+            return self.b(h) * (2 if counter.calls > 3 else 1)
+
+    with (
+        pytest.warns(PiperWarning, match="the forward changes counter"),
+        compiled(Counting()),
+    ):
+        pass

@@ -39,7 +39,7 @@ def find_effect(graph: torch.fx.Graph) -> Effect | None:
     """The first effect in a traced graph."""
     for node in graph.find_nodes(op="call_function", target=with_effects):
         caller = next((arg for arg in node.args[2:] if isinstance(arg, str)), "")
-        return Effect(str(node.args[1]), caller)
+        return Effect(str(node.args[1]), caller.removeprefix("torch."))
     return None
 
 

@@ -150,6 +150,11 @@ def constant_value(module: torch.fx.GraphModule, node: torch.fx.Node) -> torch.T
     value = getattr(module, str(node.target))
     if isinstance(value, FakeTensor):
         value = value.constant
+    if str(node.target).startswith("_opaque_obj"):
+        raise CaptureError(
+            "the model gives an operator a torch.Generator of its own, whose numbers would be the same in every step: leave generator= out; "
+            "random numbers are then new in every step, and the same under every strategy"
+        )
     if not isinstance(value, torch.Tensor) or value.is_meta:
         raise CaptureError(
             f"the model uses a tensor without data that is neither parameter nor buffer (in the graph: "

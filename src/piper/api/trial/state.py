@@ -10,6 +10,7 @@ keep to themselves.
 
 import hashlib
 import random
+import sys
 from collections import deque
 from collections.abc import (
     Callable,
@@ -358,7 +359,15 @@ _DATA = (*_ATOMS, *_GENERATORS, list, tuple, dict, set, deque, torch.Tensor, np.
 
 
 def _is_data(value: object) -> bool:
-    return isinstance(value, _DATA)
+    """Whether *value* is looked at where a function or a class refers to it: data, and objects of
+    the user's own classes that are no modules.
+    """
+    if isinstance(value, _DATA):
+        return True
+    home = sys.modules.get(type(value).__module__)
+    file = getattr(home, "__file__", None)
+    users = home is sys.modules.get("__main__") or (file is not None and is_user_file(file))
+    return users and _is_object(value) and not isinstance(value, nn.Module)
 
 
 class _Walk:
