@@ -16,6 +16,7 @@ from piper.ir.dag import STATE
 from piper.limits import MAX_DEVICES, MAX_NUMBER
 from piper.ops.base import Instruction
 from piper.ops.compute import Call, Compute
+from piper.ops.load_input import LoadInput
 from piper.ops.wait import Wait
 from piper.plan.model import DevicePlan, Plan, SlotInfo
 
@@ -46,6 +47,7 @@ def program_problems(plan: Plan) -> Iterator[str]:
     """
     named = {info.name: info.members for info in plan.communicators}
     known = {*plan.dag.nodes, NodeId(-1)}
+    leaves = {leaf.index for leaf in plan.dag.batch}
     for device in plan.devices:
         for i, info in enumerate(device.slots):
             for text in _slot_problems(plan, info):
@@ -58,6 +60,13 @@ def program_problems(plan: Plan) -> Iterator[str]:
                 texts.append(f"node {instruction.node!r:.40} is not in the DAG")
             if isinstance(instruction, Compute):
                 texts += _compute_problems(plan, instruction)
+            elif isinstance(instruction, LoadInput) and instruction.leaf not in leaves:
+                texts.append(f"batch leaf {instruction.leaf!r:.40} does not exist")
+            texts += (
+                f"there is no parameter {name!r:.80}"
+                for name, _ in instruction.updates()
+                if name not in plan.dag.parameters
+            )
             meeting = instruction.rendezvous()
             if meeting is not None and named.get(meeting.communicator) != meeting.members:
                 texts.append(
@@ -85,6 +94,8 @@ def _slot_problems(plan: Plan, info: SlotInfo) -> Iterator[str]:
         yield f"there is no value {info.value!r:.40}"
     elif (value.role, value.name) != (info.role, info.name):
         yield f"it says {info.role} {info.name!r:.80}, its value is {value.role} {value.name!r:.80}"
+    if info.experts is not None and not info.message.shape:
+        yield "a number has no parts of experts"
     yield from spec_problems(TensorSpec(info.message.shape, info.message.dtype), ())
 
 
