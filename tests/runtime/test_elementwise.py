@@ -13,6 +13,7 @@ from piper.dtypes import DType
 from piper.errors import ConfigError
 from piper.ir.body import TensorSpec
 from piper.ir.dag import Parameter
+from piper.runtime.device_optimizer import outline
 from piper.runtime.elementwise import ELEMENTWISE, _representatives, _Trial, check_optimizer
 from piper.runtime.optimizer import OptimizerSpec
 
@@ -95,7 +96,7 @@ class Clipped(Custom):
 class NoisySGD(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 p.grad.add_(torch.randn(p.shape, dtype=p.dtype))
         super().step()
 
@@ -123,8 +124,9 @@ def check(build, sharded=(), num_devices=4, **options):
 def test_the_known_ones_pass_the_trial_too(cls, sharded):
     spec = OptimizerSpec(type("Unknown", (cls,), {}))
     check(spec.build, sharded)
-    trial = _Trial(spec, MODEL, _representatives(spec, MODEL, sharded), sharded)
-    trial.run()
+    (part,) = outline(spec, MODEL).parts
+    trial = _Trial(spec, MODEL, _representatives(part, MODEL, sharded), sharded)
+    trial.run("Unknown", alone=False)
 
 
 @pytest.mark.parametrize("build", [Lion, lambda ps: Lion(ps, torch.tensor(0.0)), rate("Adam")])
@@ -159,7 +161,7 @@ def test_groups_are_tried_with_their_options():
 
         def step(self):
             for group in self.param_groups:
-                for p in group["params"]:
+                for p in (p for p in group["params"] if p.grad is not None):
                     p.data.sub_(p.grad / p.grad.norm() if group["whole"] else p.grad)
 
     groups = ({"names": ["*.weight"], "whole": True},)
@@ -183,7 +185,35 @@ def test_an_optimizer_that_cannot_be_tried():
 
     with pytest.raises(ConfigError, match=r"optimizer= failed over .*only large parameters"):
         check(picky)
-    check(picky, num_devices=1)
+
+
+def test_a_function_may_look_at_the_size_of_the_models_parameters():
+    """The small tensors on which it is tried are not what it sees."""
+
+    def picky(params):
+        assert sorted(p.numel() for p in params) == [1, 64, 2048, 2048]
+        return Lion(params)
+
+    check(picky, ALL)
+
+
+def test_an_optimizer_that_counts_its_calls_is_refused():
+    """A device updates parameters as soon as their gradients are there: several calls a step."""
+
+    class Counting(Custom):
+        def __init__(self, params):
+            torch.optim.Optimizer.__init__(self, params, {"lr": 0.1, "calls": 0})
+
+        def step(self):
+            for group in self.param_groups:
+                group["calls"] += 1
+            super().step()
+
+        def direction(self, gradient, state):
+            return gradient * self.param_groups[0]["calls"]
+
+    with pytest.raises(ConfigError, match=r"Counting .*such as a count of calls"):
+        check(Counting)
 
 
 # --- in training ------------------------------------------------------------------------------------

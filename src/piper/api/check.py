@@ -14,7 +14,9 @@ from piper.api.check_report import CheckReport, StepErrors
 from piper.api.compare import Errors, compare, scalar_error
 from piper.api.compile import compilation
 from piper.api.loss_check import examine_loss
+from piper.api.optimizers import optimizer_spec, require_same_groups
 from piper.api.programs import Programs, make_clip, model_tensors
+from piper.api.rates import Rates
 from piper.api.reference import Reference, ReferenceStep
 from piper.api.replay import Gradient, Replay
 from piper.api.rows import rebuild_sequence
@@ -30,7 +32,7 @@ from piper.capture.surroundings import plain_surroundings
 from piper.directives.base import Directive
 from piper.errors import CheckError, expect
 from piper.runtime.batch import Batch
-from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec, per_element
+from piper.runtime.optimizer import Optimizers, per_element
 from piper.runtime.slices import Slice
 from piper.runtime.snapshot import StateSnapshot
 from piper.runtime.state import ModelState
@@ -53,7 +55,7 @@ def check(
     strategy: Sequence[Directive],
     batch: object,
     *,
-    optimizer: OptimizerFactory,
+    optimizer: Optimizers,
     param_groups: Sequence[Mapping[str, object]] | None = None,
     lr_schedule: Callable[[int], float] | None = None,
     steps: int = 2,
@@ -97,6 +99,7 @@ def check(
         )
     policy = make_precision(precision)
     expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
+    original = model
     model = copy.deepcopy(model) if policy is not None else copy.deepcopy(model).double()
 
     def fetch(step: int) -> Batch:
@@ -104,13 +107,15 @@ def check(
         inputs, targets = as_pair(given, own_loss=loss_fn is None)
         return (inputs, targets) if policy is not None else (_double(inputs), _double(targets))
 
-    groups = None if param_groups is None else tuple(param_groups)
-    spec = OptimizerSpec(build=optimizer, param_groups=groups, lr_schedule=lr_schedule)
+    spec = optimizer_spec(original, optimizer, param_groups)
+    assert spec is not None, "check needs an optimizer"
+    rates = Rates(lr_schedule)
     clip = make_clip(max_grad_norm, norm_type)
     programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy)
     trial = Trial(programs, fetch(0), seed)
     eager = trial.before_capture()
     program = programs.training(fetch(0))
+    require_same_groups(spec, original)
     tensors = model_tensors(model)
     trial.after_capture(program)
     core = program.captured.dag
@@ -119,16 +124,17 @@ def check(
     in_one = reference.whole(fetch(0), 0)
     whole: WholeBatch | None = None
     tap, replay = _Tap(), Replay(reference.initial_state())
-    observed = OptimizerSpec(optimizer, groups, lr_schedule, tap.observe)
+    observed = replace(spec, observe=tap.observe)
     errors: list[StepErrors] = []
     how = compilation(compile)
-    with Trainer(programs, program, chosen, tensors, observed, seed, how) as trainer:
+    with Trainer(programs, program, chosen, tensors, observed, seed, how, lr_schedule) as trainer:
         for step in range(steps):
             current = fetch(step)
             result = trainer.step(*current)
             plan = trainer.program.plan
+            count = plan.num_replicas * plan.num_microbatches
             with chosen.computing_alike():
-                expected = reference.step(current, plan.num_replicas * plan.num_microbatches, step)
+                expected = reference.step(current, count, step, rates.at(step))
             if step == 0:
                 whole = compare_whole(in_one, expected)
             copies = chosen.copies()

@@ -18,7 +18,6 @@ from piper.runtime.checkpoint.index import INDEX, seal
 from piper.runtime.checkpoint.reader import Checkpoint
 from piper.runtime.checkpoint.values import encode
 from piper.runtime.checkpoint.writer import merge_files
-from piper.runtime.optimizer import OptimizerSpec, group_parameters
 from piper.runtime.snapshot import check_snapshot
 
 PARTIAL = ".partial-"
@@ -32,6 +31,7 @@ def save_checkpoint(
     *,
     step: int,
     seed: int,
+    lr_factor: float,
     loss_scaler: dict[str, float] | None,
     metadata: Mapping[str, object],
 ) -> None:
@@ -50,6 +50,7 @@ def save_checkpoint(
             group_names,
             step=step,
             seed=seed,
+            lr_factor=lr_factor,
             loss_scaler=loss_scaler,
             metadata=encoded,
         )
@@ -57,13 +58,6 @@ def save_checkpoint(
             out.write(seal(index))
             out.flush()
             os.fsync(out.fileno())
-
-
-def group_names(dag: Dag, optimizer: OptimizerSpec | None) -> list[tuple[str, ...]]:
-    """The parameters of each of the optimizer's groups."""
-    if optimizer is None:
-        return []
-    return [tuple(names) for names, _ in group_parameters(dag.parameters, optimizer.param_groups)]
 
 
 def check_fits(checkpoint: Checkpoint, dag: Dag, groups: Sequence[tuple[str, ...]]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from piper.api.loss_check import warn_unless_mean
 from piper.api.memory import frame_bytes, make_limits, optimizer_bytes
+from piper.api.optimizers import described_parameters, optimizer_spec, require_same_groups
 from piper.api.programs import Programs, make_clip, model_tensors
 from piper.api.trainer import Trainer
 from piper.api.trial import Trial, warn_of_evaluation_mode
@@ -20,7 +21,7 @@ from piper.capture.surroundings import plain_surroundings
 from piper.directives.base import Directive
 from piper.errors import ConfigError, StateError
 from piper.runtime.compiled import Compilation
-from piper.runtime.optimizer import OptimizerFactory, OptimizerSpec
+from piper.runtime.optimizer import Optimizers
 from piper.runtime.state import Weights
 
 
@@ -32,7 +33,7 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     strategy: Sequence[Directive],
     example_batch: object,
     *,
-    optimizer: OptimizerFactory | None,
+    optimizer: Optimizers | None,
     param_groups: Sequence[Mapping[str, object]] | None = None,
     lr_schedule: Callable[[int], float] | None = None,
     backend: str | Backend = "ray",
@@ -64,10 +65,15 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
             (``*args``) or a mapping (``**kwargs``). Or one mapping of all arguments, as Hugging
             Face's collators make it: with ``loss_fn=None`` the model is given all of it, else
             *loss_fn* its ``labels``, and the model the rest.
-        optimizer: takes what ``torch.optim`` classes take first, and returns one. ``None``: the
-            trainer cannot update parameters.
+        optimizer: takes what ``torch.optim`` classes take first, and returns one over all of it. It
+            is called on every device, with one tensor per trained parameter of the model, in the
+            model's order, of the model's shapes and with the attributes of the model's parameters.
+            Or a mapping from patterns of parameter names (one, or a tuple) to such functions: the
+            first pattern that matches a parameter decides, as in ``{"*norm*": f, "*": g}``.
+            ``None``: the trainer cannot update parameters.
         param_groups: mappings ``{"names": [pattern, ...], **options}``.
-        lr_schedule: maps the step to a factor on the learning rates.
+        lr_schedule: maps the step to a factor on the learning rates, besides
+            :attr:`Trainer.lr_factor`. The driver calls it, for a step that is about to begin.
         backend: ``"ray"`` (one process per device), ``"inprocess"`` (one thread per device) or a
             backend of your own.
         seed: of the random numbers that the model draws.
@@ -116,14 +122,10 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     clip = make_clip(max_grad_norm, norm_type)
     policy = make_precision(precision)
     limits = make_limits(memory_budget, receive_bytes, gather_bytes, fetch_bytes, reduce_bytes)
-    spec = None
-    if optimizer is not None:
-        groups = None if param_groups is None else tuple(param_groups)
-        spec = OptimizerSpec(build=optimizer, param_groups=groups, lr_schedule=lr_schedule)
+    spec = optimizer_spec(model, optimizer, param_groups)
     if limits.budget is not None:
-        limits = replace(
-            limits, optimizer_bytes=optimizer_bytes(spec), frame_bytes=frame_bytes(backend)
-        )
+        state = optimizer_bytes(spec, described_parameters(model))
+        limits = replace(limits, optimizer_bytes=state, frame_bytes=frame_bytes(backend))
     programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy, limits)
     example = programs.pair(example_batch)
     if optimizer is not None:
@@ -132,14 +134,14 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     eager = trial.before_capture() if verify_capture else None
     with trial.blaming():
         program = programs.training(example)
+    require_same_groups(spec, model)
     weights = init if init is not None else _weights(model)
     if verify_capture and not _on_meta(model):
         trial.after_capture(program)
         programs.rehearse = trial.rehearse
     warn_unless_mean(programs, program, example, eager)
-    return Trainer(
-        programs, program, make_backend(backend), weights, spec, seed, compilation(compile)
-    )
+    how = compilation(compile)
+    return Trainer(programs, program, make_backend(backend), weights, spec, seed, how, lr_schedule)
 
 
 def compilation(option: bool | Literal["fallback"]) -> Compilation:

@@ -18,7 +18,7 @@ from piper.directives.order import Order
 from piper.directives.strategy import apply, as_strategy
 from piper.errors import ConfigError, expect
 from piper.ir.dag import Clip, Dag, GradientUse
-from piper.ir.edit import use_gradients
+from piper.ir.edit import discard_buffer_updates, use_gradients
 from piper.ir.operators import foreign_operators
 from piper.models.huggingface import capturable_experts
 from piper.ops.grad_norm import Norm
@@ -27,6 +27,9 @@ from piper.planner import microbatch_size, plan_with, violated_guard
 from piper.planner.budget import Limits
 from piper.runtime.batch import Batch, Signature, signature
 from piper.verify import verify
+
+TRAIN, EVAL = "train", "eval"
+"""The modes of programs, with which their keys begin."""
 
 
 def _brief_program(it: "Program") -> str:
@@ -44,6 +47,11 @@ class Program:
     plan: Plan
     signature: Signature
     captured: Captured
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a training step, not an evaluation."""
+        return self.key.startswith(TRAIN)
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
@@ -106,17 +114,17 @@ class Programs:
         """The program of a training step on batches like *batch*, whose gradients are used as
         said.
         """
-        program = self._get("train", batch, self.strategy, use)
+        program = self._get(TRAIN, batch, self.strategy, use)
         self._trained = program.plan
         return program
 
     def evaluation(self, batch: Batch) -> Program:
-        """The program of the forward pass alone, in evaluation mode. Orders speak of training and
-        are left out.
+        """The program of the forward pass alone, in evaluation mode, which writes no state. Orders
+        speak of training and are left out.
         """
         placed = tuple(d for d in self.strategy if not isinstance(d, Order))
         with evaluating(self.model):
-            return self._get("eval", batch, placed, GradientUse.UPDATE)
+            return self._get(EVAL, batch, placed, GradientUse.UPDATE)
 
     def _get(
         self, mode: str, batch: Batch, strategy: Sequence[Directive], use: GradientUse
@@ -124,9 +132,9 @@ class Programs:
         found = signature(batch)
         alike = (mode, found, _flags(self.model))
         if (alike, use) not in self._made:
-            captured, dag = self._apply(alike, batch, strategy, use, grad=mode == "train")
+            captured, dag = self._apply(alike, batch, strategy, use, grad=mode == TRAIN)
             # A region that exists in training only may be all that a device has.
-            trained = None if mode == "train" else self._trained
+            trained = None if mode == TRAIN else self._trained
             planned = plan_with(
                 dag,
                 self.limits,
@@ -161,6 +169,8 @@ class Programs:
             core = self._captured[alike].dag
             if grad:
                 core = use_gradients(core, use, self.clip, loss_scaled=self.loss_scaled).dag
+            else:
+                core = discard_buffer_updates(core).dag
             return apply(
                 core, strategy, tags_of=None if grad or self._trained is None else self._trained.dag
             )

@@ -120,9 +120,11 @@ class Reference:
             return gradient
         return gradient.to(self._precision.master)
 
-    def step(self, batch: Batch, num_microbatches: int, step: int) -> ReferenceStep:
-        """One training step."""
-        self.state.begin_step(step)
+    def step(
+        self, batch: Batch, num_microbatches: int, step: int, lr_factor: float = 1.0
+    ) -> ReferenceStep:
+        """One training step, with learning rates *lr_factor* times those of the optimizer."""
+        self.state.begin_step(lr_factor)
         result = self._clipped(self.gradients(batch, num_microbatches, step))
         if self.scaler is None:
             self.state.update(result.gradients, None)

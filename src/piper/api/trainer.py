@@ -12,11 +12,12 @@ from typing import Self
 
 import torch
 
-from piper.api.checkpoint import check_fits, group_names, save_checkpoint
+from piper.api.checkpoint import check_fits, save_checkpoint
 from piper.api.interrupts import late_interrupts
 from piper.api.left_out import warn_of_left_out
 from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.programs import Program, Programs
+from piper.api.rates import Rates
 from piper.api.rows import Rows
 from piper.api.user_names import snapshot_from, user_state
 from piper.backends.base import Backend, StepResult
@@ -26,11 +27,14 @@ from piper.capture.forms import Paired
 from piper.errors import BatchError, ConfigError, Interrupted, StateError
 from piper.ids import DeviceId
 from piper.ir.dag import Dag, GradientUse, LossKind, Role
+from piper.ops.update import OptimizerStep
 from piper.plan.account import account
+from piper.plan.model import Plan
 from piper.runtime.batch import Batch, Data
 from piper.runtime.checkpoint.reader import Checkpoint
 from piper.runtime.compiled import Compilation
 from piper.runtime.elementwise import check_optimizer
+from piper.runtime.global_random import same_random_numbers
 from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.snapshot import StateSnapshot
 from piper.runtime.state import Weights
@@ -100,11 +104,14 @@ class Trainer:
         optimizer: OptimizerSpec | None,
         seed: int,
         compilation: Compilation = Compilation.OFF,
+        lr_schedule: Callable[[int], float] | None = None,
     ) -> None:
         warn_of_left_out(program.plan.dag, programs.strategy)
         self._programs, self._backend, self._seed = programs, backend, seed
         self._state_of = program.plan.dag  # what the workers' state was made for
-        self._groups = group_names(self._state_of, optimizer)
+        self._rates = Rates(lr_schedule)
+        self._groups: list[tuple[str, ...]] = []
+        self._rated = False  # whether every group of the optimizer has a learning rate
         self._has_optimizer = optimizer is not None
         self._compilation = compilation
         self._train = program
@@ -123,10 +130,16 @@ class Trainer:
             dag = program.plan.dag
             sliced = {n for n, groups in dag.shards.items() if any(len(g) > 1 for g in groups)}
             cut = {*sliced, *dag.expert_groups}
-            check_optimizer(optimizer, dag.parameters, cut, program.plan.num_devices)
+            with same_random_numbers():
+                plan, updates = program.plan, _most_updates(program.plan)
+                found = check_optimizer(optimizer, dag.parameters, cut, plan.num_devices, updates)
+            self._groups = found.group_names
+            self._rated = all("lr" in group for group in found.groups)
+            if not self._rates.fixed:
+                self._require_rates("lr_schedule=")
         # Where nobody refers to a trainer any more, its workers shall not hold their places.
         weakref.finalize(self, backend.close).atexit = False
-        with self._closing_on_error():
+        with self._closing_on_error(), same_random_numbers():
             backend.start(program.plan.num_devices)
             self._load(program)
             backend.initialise(program.key, weights, optimizer)
@@ -140,6 +153,24 @@ class Trainer:
     def program(self) -> Program:
         """The plan that ran last, with the batch signature that it is for."""
         return self._train
+
+    @property
+    def lr_factor(self) -> float:
+        """Multiplies the learning rates, besides ``lr_schedule``, from the next step on; at first
+        1. For rates that depend on how training goes (when the loss of an evaluation has stopped
+        falling: ``trainer.lr_factor *= 0.1``). A checkpoint has it.
+
+        In :meth:`fit` it may be set by the data or by *on_steps*; it holds for the steps of the
+        next call to the workers. Setting raises :class:`ConfigError` for anything but a finite
+        number of at least 0, and :class:`StateError` without an optimizer.
+        """
+        return self._rates.factor
+
+    @lr_factor.setter
+    def lr_factor(self, value: float) -> None:
+        self._require_optimizer()
+        self._require_rates("lr_factor")
+        self._rates.factor = value
 
     @property
     def steps_done(self) -> int:
@@ -243,6 +274,7 @@ class Trainer:
         if self._kept_steps:
             raise StateError("gradients are kept from step(update=False); update before profiling")
         program = self._programs.training(batch)
+        factors = self._rates.of(self._step, steps)
         with self._interruptible(), late_interrupts():
             self._train = program
             self._load(program)
@@ -253,6 +285,7 @@ class Trainer:
                     first_step=self._step,
                     seed=_seed_of_call(self._seed, 0),
                     loss_scale=self._scale(),
+                    lr_factors=factors,
                     ranges=ranges,
                 )
             for result in found.steps:
@@ -267,7 +300,10 @@ class Trainer:
         )
 
     def evaluate(self, inputs: object, targets: object = _PART_OF_INPUTS) -> TrainResult:
-        """The loss of the batch in evaluation mode, without any update; any batch size.
+        """The loss of the batch in evaluation mode; any batch size. Nothing changes: parameters,
+        optimizer state, kept gradients, and buffers too, whatever the model's ``forward`` writes
+        into them in evaluation mode. Such a write is seen by the microbatch that makes it and by
+        none after it.
 
         The rows are cut into equal microbatches, at most as large as in training; a last wave that
         is not full is filled up with rows whose losses do not count.
@@ -339,7 +375,7 @@ class Trainer:
 
         It holds parameters (under a ``precision`` the master weights), buffers, the optimizer's
         state and options, the number of steps done (and so the place in the schedule of learning
-        rates and in the data), the seed, and the loss scaler's state; besides *metadata*: numbers,
+        rates and in the data), ``lr_factor``, the seed, and the loss scaler's state; besides *metadata*: numbers,
         texts, lists, tuples and mappings of them. Every device writes what it owns, so *path* must
         be in a folder that the driver and all devices share. Nothing has the name *path* before all
         of it is on the disk.
@@ -362,6 +398,7 @@ class Trainer:
                 self._groups,
                 step=self._step,
                 seed=self._seed,
+                lr_factor=self.lr_factor,
                 loss_scaler=None if scaler is None else scaler.state_dict(),
                 metadata=metadata or {},
             )
@@ -390,6 +427,7 @@ class Trainer:
             if saved is not None and scaler is not None:
                 scaler.load_state_dict(saved)
             self._step, self._seed = checkpoint.step, checkpoint.index.seed
+            self._rates.factor = checkpoint.index.lr_factor
             self._forget()
 
     def close(self) -> None:
@@ -500,6 +538,7 @@ class Trainer:
             stopped = False
             while self._step < end and not stopped:
                 before = len(results)
+                factors = self._rates.of(self._step, min(count, end - self._step))
                 with late_interrupts():
                     self._train = program
                     self._load(program)
@@ -508,9 +547,10 @@ class Trainer:
                             program.key,
                             data,
                             first_step=self._step,
-                            num_steps=min(count, end - self._step),
+                            num_steps=len(factors),
                             seed=self._seed,
                             loss_scale=self._scale(),
+                            lr_factors=factors,
                         )
                     results.extend(self._advance(result, tokens) for result in run.steps)
                 stopped = run.stopped_at is not None  # plan for another kind of batch
@@ -521,11 +561,17 @@ class Trainer:
     def _call(
         self, program: Program, batches: Sequence[Batch], step: int
     ) -> tuple[StepResult, ...]:
+        factors = self._rates.of(step, len(batches)) if program.trains else None
         self._load(program)
         with self._closing_on_error():
             seed = _seed_of_call(self._seed, self._kept_steps)
             run = self._backend.run(
-                program.key, batches, first_step=step, seed=seed, loss_scale=self._scale()
+                program.key,
+                batches,
+                first_step=step,
+                seed=seed,
+                loss_scale=self._scale(),
+                lr_factors=factors,
             )
         if run.stopped_at is not None:
             raise BatchError(
@@ -539,6 +585,13 @@ class Trainer:
             raise StateError(
                 "this trainer was compiled with optimizer=None and cannot update parameters; compile with an optimizer, or call "
                 "evaluate or step(update=False)"
+            )
+
+    def _require_rates(self, what: str) -> None:
+        if not self._rated:
+            raise ConfigError(
+                f"{what} multiplies the learning rates of all parameter groups, but the optimizer has a group without option 'lr'; "
+                "use an optimizer with learning rates, or leave it out"
             )
 
     def _require_open(self) -> None:
@@ -661,6 +714,14 @@ def _keeping(program: Program) -> set[tuple[str, DeviceId]]:
         for slot in device.slots
         if slot.role is Role.KEPT
     }
+
+
+def _most_updates(plan: Plan) -> int:
+    """The most calls of its optimizer that a device makes in a step."""
+    return max(
+        sum(isinstance(instruction, OptimizerStep) for instruction in device.instructions)
+        for device in plan.devices
+    )
 
 
 def _trained(program: Program) -> set[str]:

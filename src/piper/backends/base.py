@@ -125,6 +125,7 @@ class Backend(Protocol):
         num_steps: int | None = None,
         seed: int = 0,
         loss_scale: float = 1.0,
+        lr_factors: Sequence[float] | None = None,
     ) -> RunResult:
         """Run steps ``first_step`` to ``first_step + num_steps - 1`` of plan *key*, one call per
         worker.
@@ -132,7 +133,8 @@ class Backend(Protocol):
         *data* is a list of global batches, one per step (*num_steps* may be left out), or a
         function of the step that is called by the workers that load inputs. A step whose batch has
         another signature than the plan ends the run before that step, on all devices alike.
-        *loss_scale* is what a plan whose loss is scaled scales it by, in all of these steps.
+        *loss_scale* is what a plan whose loss is scaled scales it by, in all of these steps;
+        *lr_factors*, one per step (default: all 1), multiply the optimizer's learning rates.
         """
 
     def profile(
@@ -143,6 +145,7 @@ class Backend(Protocol):
         first_step: int,
         seed: int = 0,
         loss_scale: float = 1.0,
+        lr_factors: Sequence[float] | None = None,
         ranges: bool = False,
     ) -> RecordedRun:
         """Like :meth:`run` on *batches*, which have the plan's signature, with every instruction's

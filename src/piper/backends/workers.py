@@ -173,6 +173,7 @@ class WorkerBackend(ABC):
         num_steps: int | None = None,
         seed: int = 0,
         loss_scale: float = 1.0,
+        lr_factors: Sequence[float] | None = None,
     ) -> RunResult:
         """See :class:`~piper.backends.base.Backend`."""
         known = self._known[key]
@@ -202,6 +203,7 @@ class WorkerBackend(ABC):
                 "seed": seed,
                 "agree": callable(data),
                 "loss_scale": loss_scale,
+                "lr_factors": lr_factors,
             }
             for mine in by_device(known.plan)
         ]
@@ -216,6 +218,7 @@ class WorkerBackend(ABC):
         first_step: int,
         seed: int = 0,
         loss_scale: float = 1.0,
+        lr_factors: Sequence[float] | None = None,
         ranges: bool = False,
     ) -> RecordedRun:
         """See :class:`~piper.backends.base.Backend`."""
@@ -231,6 +234,7 @@ class WorkerBackend(ABC):
                 "num_steps": len(batches),
                 "seed": seed,
                 "loss_scale": loss_scale,
+                "lr_factors": lr_factors,
                 "ranges": ranges,
             }
             for mine in by_device(known.plan)

@@ -63,6 +63,13 @@ def use_gradients(
     return Edit(replace(dag, gradient_use=use, clip=clip, loss_scaled=loss_scaled), {})
 
 
+def discard_buffer_updates(dag: Dag) -> Edit:
+    """Leave every buffer as it is: what the forward writes into one is used within its own
+    microbatch and stored nowhere.
+    """
+    return Edit(replace(dag, buffer_updates={}), {})
+
+
 def add_sharding(
     dag: Dag,
     sharding: Sharding,

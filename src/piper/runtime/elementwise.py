@@ -5,15 +5,17 @@ else. That equals one optimizer over the whole model only if no parameter's upda
 another parameter, and, where parameters are sharded, no element's on another element.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from piper.errors import ConfigError
+from piper.ir.body import TensorSpec
 from piper.ir.dag import Parameter
-from piper.runtime.optimizer import OptimizerSpec, build_optimizer, group_parameters
+from piper.runtime.device_optimizer import DeviceOptimizer, Part, build_optimizer, outline
+from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.slices import Slice, merge_slices
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -47,42 +49,38 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def check_optimizer(
-    spec: OptimizerSpec, model: Mapping[str, Parameter], sharded: Collection[str], num_devices: int
-) -> None:
-    """Raise :class:`ConfigError` unless the optimizer serves parameters of *model* that are spread
-    over *num_devices* devices, those named by *sharded* in slices, and the learning rate of the
-    first step is a number.
+    spec: OptimizerSpec,
+    model: Mapping[str, Parameter],
+    sharded: Collection[str],
+    num_devices: int,
+    num_updates: int = 1,
+) -> DeviceOptimizer:
+    """The optimizer's groups, as :func:`~piper.runtime.device_optimizer.outline` gives them. Raise
+    :class:`ConfigError` unless the optimizer serves parameters of *model* that are spread over
+    *num_devices* devices, those named by *sharded* in slices, and updated by up to *num_updates*
+    calls in each step.
 
     An optimizer that is not known is tried on small tensors with random gradients: all together,
-    each parameter apart, and in two halves. Its update must be the same.
+    one parameter after the other, each apart, and in two halves. Its update must be the same.
     """
-    trained = [name for name, parameter in model.items() if parameter.requires_grad]
-    if not trained:
-        return
-    _check_schedule(spec)
-    if num_devices > 1 or sharded:
-        _Trial(spec, model, _representatives(spec, model, sharded), sharded).run()
-
-
-def _check_schedule(spec: OptimizerSpec) -> None:
-    if spec.lr_schedule is None:
-        return
-    try:
-        factor = float(spec.lr_schedule(0))
-    except Exception as error:
-        raise ConfigError(
-            f"lr_schedule= must return a factor on the learning rates for every step, failed for step 0: {type(error).__name__}: {error}"
-        ) from error
-    if math.isnan(factor):
-        raise ConfigError("lr_schedule= must return a factor on the learning rates, found NaN")
+    found = outline(spec, model)
+    alone = num_devices == 1 and num_updates <= 1 and not sharded
+    for part in found.parts:
+        optimizer = part.optimizer
+        trained = any(part.names)
+        if trained and (type(optimizer) not in ELEMENTWISE or _hooked(optimizer)):
+            names = _representatives(part, model, sharded)
+            kind = type(optimizer).__name__
+            _Trial(spec, model, names, sharded).run(kind, alone=alone)
+    return found
 
 
 def _representatives(
-    spec: OptimizerSpec, model: Mapping[str, Parameter], sharded: Collection[str]
+    part: Part, model: Mapping[str, Parameter], sharded: Collection[str]
 ) -> tuple[str, ...]:
     """Two trained parameters of each group, number of dimensions and way of being held."""
     chosen: dict[tuple[int, int, bool], list[str]] = {}
-    for number, (names, _) in enumerate(group_parameters(model, spec.param_groups)):
+    for number, names in enumerate(part.names):
         for name in names:
             kind = (number, len(model[name].spec.shape), name in sharded)
             alike = chosen.setdefault(kind, [])
@@ -111,22 +109,53 @@ class _Trial:
             for _ in range(STEPS)
         ]
 
-    def run(self) -> None:
+    def run(self, kind: str, *, alone: bool) -> None:
+        """Raise :class:`ConfigError` for an optimizer (of class *kind*) that does not serve; with
+        *alone* one device holds all parameters whole, and updates them in one call.
+        """
+        whole = self._whole()
+        if not alone:
+            self._require_apart(kind, whole)
+            self._require_one_after_another(kind, whole)
+            self._require_halves(kind, whole)
+
+    def _whole(self) -> Tensors:
+        """What the steps make of the whole parameters. Where the optimizer does not take small
+        tensors for the model's, the model is a small one from now on.
+        """
         try:
-            optimizer = self._build(self.start)
-            name = type(optimizer).__name__
-            if type(optimizer) in ELEMENTWISE and not _hooked(optimizer):
-                return
-            whole = self._train(optimizer, self.start, self.gradients)
-        except ConfigError:
-            raise
+            return self._train(self._build(self.start), self.start, self.gradients)
+        except Exception:  # noqa: BLE001 (tried again, and raised if it is no matter of shapes)
+            small = {name: tuple(tensor.shape) for name, tensor in self.start.items()}
+            self.model = {
+                name: _reshaped(p, small.get(name, _shape(len(p.spec.shape))))
+                for name, p in self.model.items()
+            }
+        try:
+            return self._train(self._build(self.start), self.start, self.gradients)
         except Exception as error:
             raise ConfigError(
                 f"optimizer= could not be tried on small tensors, as it must be to know whether devices may update their own "
                 f"parameters apart: {type(error).__name__}: {error}"
             ) from error
-        self._require_apart(name, whole)
-        self._require_halves(name, whole)
+
+    def _require_one_after_another(self, optimizer: str, whole: Tensors) -> None:
+        try:
+            found = self._train(
+                self._build(self.start), self.start, self.gradients, one_after_another=True
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer {optimizer} fails in a step in which some parameters have no gradient (grad is None), as those have that a device "
+                f"updates in another call: {type(error).__name__}: {error}. Skip such parameters, as torch's optimizers do"
+            ) from error
+        if not _same(found, whole, self.start):
+            raise ConfigError(
+                f"optimizer {optimizer} does other updates when the gradients of some parameters come later than those of others, each with "
+                "a call of step() of its own, as they do on a device: it has state that is not kept for each parameter, such as a count of "
+                "calls, draws random numbers, or uses other parameters' gradients. Use an optimizer that treats each parameter by itself "
+                "and keeps its counts in state[parameter] (max_grad_norm= clips by the norm over all devices)"
+            )
 
     def _require_apart(self, optimizer: str, whole: Tensors) -> None:
         found: dict[str, torch.Tensor] = {}
@@ -135,7 +164,7 @@ class _Trial:
         if not _same(found, whole, self.start):
             raise ConfigError(
                 f"optimizer {optimizer} updates a parameter in another way when it is alone than beside others, which another "
-                "device may hold: no device could compute the update of single-process training. Use an optimizer that treats "
+                "device may hold or which are updated at another time: no device could compute the update of single-process training. Use an optimizer that treats "
                 "each parameter by itself and draws no random numbers (max_grad_norm= clips by the norm over all devices)"
             )
 
@@ -151,7 +180,7 @@ class _Trial:
             halves = [self._part(dict.fromkeys(self.sharded, Slice(i, 2))) for i in range(2)]
         except Exception as error:
             raise ConfigError(
-                f"optimizer {optimizer} cannot update a slice of a parameter ({type(error).__name__}: {error}), {remedy}"
+                f"optimizer {optimizer} cannot update a slice of a parameter, a run of its flattened elements, {remedy}"
             ) from error
         merged = {n: merge_slices([h[n] for h in halves], whole[n].shape) for n in self.sharded}
         if not _same(merged, whole, self.start):
@@ -170,26 +199,41 @@ class _Trial:
         ]
         return self._train(self._build(start), start, gradients)
 
-    def _build(self, start: Tensors) -> Optimizer:
+    def _build(self, start: Tensors) -> DeviceOptimizer:
         """An optimizer over copies of *start*."""
         self.parameters = {n: torch.nn.Parameter(t.detach().clone()) for n, t in start.items()}
         optimizer = build_optimizer(self.spec, self.model, self.parameters)
-        for group in optimizer.param_groups:
+        for group in optimizer.groups:
             # What it is in the run may be nothing at first, and would hide all else.
             rate = group.get("lr")
             if isinstance(rate, torch.Tensor):
-                rate.fill_(0.01)
+                group["lr"] = torch.full_like(rate, 0.01)
             elif rate is not None:
                 group["lr"] = 0.01
         return optimizer
 
-    def _train(self, optimizer: Optimizer, start: Tensors, gradients: Sequence[Tensors]) -> Tensors:
+    def _train(
+        self,
+        optimizer: DeviceOptimizer,
+        start: Tensors,
+        gradients: Sequence[Tensors],
+        *,
+        one_after_another: bool = False,
+    ) -> Tensors:
         parameters = {name: self.parameters[name] for name in start}
         for given in gradients:
-            for name, gradient in given.items():
-                parameters[name].grad = gradient.clone()
-            optimizer.step()
+            calls = [[name] for name in given] if one_after_another else [list(given)]
+            for names in calls:
+                for name in names:
+                    parameters[name].grad = given[name].clone()
+                optimizer.step(names)
+                for name in names:
+                    parameters[name].grad = None
         return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def _reshaped(parameter: Parameter, shape: tuple[int, ...]) -> Parameter:
+    return replace(parameter, spec=TensorSpec(shape, parameter.spec.dtype))
 
 
 def _shape(dimensions: int) -> tuple[int, ...]:

@@ -9,12 +9,10 @@ such copies.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.devices.base import TorchDevice
@@ -26,8 +24,7 @@ from piper.plan.memory import Category, DeviceMemory, Recorder, category_of
 from piper.plan.model import DevicePlan, Plan, SlotInfo
 from piper.runtime.context import Context
 from piper.runtime.interpreter import Closure, Program
-from piper.runtime.optimizer import OptimizerSpec, ParamsArgument
-from piper.runtime.state import ModelState, Weights
+from piper.runtime.state import ModelState
 from piper.runtime.worker import CommunicatorFactory, Loaded, Worker
 
 
@@ -205,7 +202,6 @@ class MeasuredProgram(Program):
         self,
         *,
         meter: Meter,
-        optimizer: Callable[[], Optimizer | None],
         plan: Plan,
         mine: DevicePlan,
         device: TorchDevice,
@@ -223,7 +219,7 @@ class MeasuredProgram(Program):
             communicators=communicators,
             constants=constants,
         )
-        self._meter, self._optimizer = meter, optimizer
+        self._meter = meter
         self._torch_device = device
         self._infos: tuple[SlotInfo, ...] = mine.slots
         self._state, self._context = state, context
@@ -278,9 +274,8 @@ class MeasuredProgram(Program):
         for held in self._meter.flying:
             for tensor in held.buffers:
                 yield Category.COMMUNICATION, tensor
-        if (optimizer := self._optimizer()) is not None:
-            for tensor in _tensors(list(optimizer.state.values())):
-                yield Category.OPTIMIZER, tensor
+        for tensor in _tensors(self._state.optimizer_state()):
+            yield Category.OPTIMIZER, tensor
 
 
 class MeasuringWorker(Worker):
@@ -294,33 +289,17 @@ class MeasuringWorker(Worker):
         communicators: CommunicatorFactory,
     ) -> None:
         self._meter = Meter()
-        self._optimizer: Optimizer | None = None
 
         def measured(name: CommunicatorId, members: tuple[DeviceId, ...]) -> Communicator:
             return MeasuredCommunicator(communicators(name, members), self._meter)
 
         super().__init__(rank, world_size, device, measured)
 
-    def initialise(
-        self, key: str, weights: Weights, names: Sequence[str], optimizer: OptimizerSpec | None
-    ) -> None:
-        """See :class:`~piper.runtime.worker.Worker`."""
-        if optimizer is not None:
-            optimizer = replace(optimizer, build=self._remembering(optimizer))
-        super().initialise(key, weights, names, optimizer)
-
     def found(self, key: str) -> DeviceMemory:
         """What the last step of plan *key* used."""
         program = self._plans[key].program
         assert isinstance(program, MeasuredProgram), "measured before it was run"
         return program.found()
-
-    def _remembering(self, spec: OptimizerSpec) -> Callable[[ParamsArgument], Optimizer]:
-        def build(parameters: ParamsArgument) -> Optimizer:
-            self._optimizer = spec.build(parameters)
-            return self._optimizer
-
-        return build
 
     def _program(
         self,
@@ -335,7 +314,6 @@ class MeasuringWorker(Worker):
         assert not ranges
         return MeasuredProgram(
             meter=self._meter,
-            optimizer=lambda: self._optimizer,
             plan=loaded.plan,
             mine=loaded.mine,
             device=device,

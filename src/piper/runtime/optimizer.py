@@ -1,10 +1,10 @@
-"""How each device makes its optimizer, over the parameters or slices that it holds."""
+"""How a user says which optimizer updates which parameters, with which options."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +18,11 @@ ParamsArgument: TypeAlias = list[torch.Tensor] | list[dict[str, object]]
 
 OptimizerFactory: TypeAlias = Callable[[ParamsArgument], Optimizer]
 
+Optimizers: TypeAlias = OptimizerFactory | Mapping[str | tuple[str, ...], OptimizerFactory]
+"""A function for all parameters; or functions by pattern of names, or several patterns, of which
+the first that matches a parameter decides.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
@@ -25,30 +30,41 @@ class OptimizerSpec:
 
     ``param_groups`` are mappings ``{"names": [pattern, ...], **options}``: shell-style patterns
     over parameter names (any alias of a tied parameter counts). Parameters that no pattern matches
-    form the last group, without options of their own. ``lr_schedule`` maps the step to a factor on
-    every group's learning rate. ``observe`` is shown the final gradients, by parameter name, before
-    each update.
+    form the last group, without options of their own. ``observe`` is shown the final gradients, by
+    parameter name, before each update. ``attributes`` are what users have set on the model's
+    parameters, by name: what ``build`` is given has the same.
 
-    Raises :class:`ConfigError` for a ``build`` or an ``lr_schedule`` that cannot be called.
+    Raises :class:`ConfigError` for a ``build`` that is neither a function nor a mapping to some.
     """
 
-    build: OptimizerFactory
+    build: Optimizers
     param_groups: tuple[Mapping[str, object], ...] | None = None
-    lr_schedule: Callable[[int], float] | None = None
     observe: Callable[[Mapping[str, torch.Tensor], Mapping[str, Slice]], None] | None = None
+    attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not callable(self.build):
-            found = type(self.build).__name__
+        builds = tuple(self.build.values()) if isinstance(self.build, Mapping) else (self.build,)
+        for build in builds:
+            if not callable(build):
+                raise ConfigError(
+                    "optimizer= is a function that makes an optimizer over the tensors that it is given, such as lambda params: "
+                    "torch.optim.AdamW(params, lr=3e-4), or a mapping from patterns of parameter names to such functions, found "
+                    f"{type(build).__name__}: {build!r:.80}"
+                )
+        if isinstance(self.build, Mapping):
+            _check_keys(self.build)
+
+
+def _check_keys(build: Mapping[str | tuple[str, ...], OptimizerFactory]) -> None:
+    for key in build:
+        if not isinstance(key, str) and not (
+            isinstance(key, tuple) and key and all(isinstance(pattern, str) for pattern in key)
+        ):
             raise ConfigError(
-                "optimizer= is a function that makes an optimizer over the tensors that it is given, such as lambda params: "
-                f"torch.optim.AdamW(params, lr=3e-4), found {found}: {self.build!r:.80}"
+                f"optimizer= maps a pattern of parameter names, or a tuple of patterns, to a function, found the key {key!r:.80}"
             )
-        if self.lr_schedule is not None and not callable(self.lr_schedule):
-            raise ConfigError(
-                "lr_schedule= is a function from the number of a step to a factor on the learning rates, such as lambda step: "
-                f"min(1, (step + 1) / 100), found {type(self.lr_schedule).__name__}"
-            )
+    if not build:
+        raise ConfigError("optimizer= is an empty mapping; None is for a trainer without optimizer")
 
 
 STEP = "step"
@@ -67,35 +83,41 @@ def per_element(key: str, value: torch.Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(value.shape) == tuple(shape) and key not in _SCALARS
 
 
-def build_optimizer(
-    spec: OptimizerSpec,
-    model: Mapping[str, Parameter],
-    trained: Mapping[str, torch.nn.Parameter],
-) -> Optimizer:
-    """The optimizer over *trained*, which are (slices of) some of the parameters that *model*
-    describes, in their groups.
+def assigned(
+    spec: OptimizerSpec, model: Mapping[str, Parameter]
+) -> list[tuple[OptimizerFactory, list[str]]]:
+    """Each function of *spec* that makes an optimizer, with the names of its parameters, in the
+    order of *model*: every trained parameter belongs to the first function with a pattern that
+    matches it.
 
-    Raises :class:`ConfigError` for an optimizer that cannot serve, and what
-    :func:`group_parameters` raises.
+    Raises :class:`ConfigError` for a parameter that none matches, and for a pattern that matches
+    nothing, or nothing that an earlier one leaves.
     """
-    groups = group_parameters(model, spec.param_groups)
-    argument: ParamsArgument = cast("list[torch.Tensor]", list(trained.values()))
-    if spec.param_groups is not None:
-        argument = [
-            {**options, "params": [trained[n] for n in names if n in trained]}
-            for names, options in groups
-        ]
-    try:
-        optimizer = spec.build(argument)
-    except Exception as error:
-        count = sum(tensor.numel() for tensor in trained.values())
+    trained = [p for p in model.values() if p.requires_grad]
+    if not isinstance(spec.build, Mapping):
+        return [(spec.build, [p.name for p in trained])]
+    owner: dict[str, int] = {}
+    for number, key in enumerate(spec.build):
+        for pattern in (key,) if isinstance(key, str) else key:
+            found = [p.name for p in trained if _matches(p, pattern)]
+            if not found:
+                raise ConfigError(_no_match("optimizer", pattern, model))
+            left = [name for name in found if owner.get(name, number) == number]
+            if not left:
+                raise ConfigError(
+                    f"optimizer: all parameters that pattern {pattern!r} matches, such as {found[0]!r}, belong to patterns before it; the first "
+                    "pattern that matches decides, so put the more general one last"
+                )
+            owner.update(dict.fromkeys(left, number))
+    if lost := [p.name for p in trained if p.name not in owner]:
         raise ConfigError(
-            f"optimizer= failed over {len(trained)} tensors of {count} elements in all (a device gives it what it holds; it is tried on small "
-            f"ones first): {type(error).__name__}: {error}"
-        ) from error
-    _check_optimizer(optimizer)
-    _check_options(optimizer, groups)
-    return optimizer
+            f"optimizer: no pattern matches parameter {lost[0]!r} ({len(lost)} such parameters); end the mapping with '*' for all others, or "
+            "call requires_grad_(False) on what shall not be trained"
+        )
+    return [
+        (build, [p.name for p in trained if owner[p.name] == number])
+        for number, build in enumerate(spec.build.values())
+    ]
 
 
 def group_parameters(
@@ -117,7 +139,7 @@ def group_parameters(
         for pattern in patterns:
             found = [p for p in trained if _matches(p, pattern)]
             if not found:
-                raise ConfigError(_no_match(number, pattern, model))
+                raise ConfigError(_no_match(f"param_groups[{number}]", pattern, model))
             for parameter in found:
                 if owner.setdefault(parameter.name, number) != number:
                     raise ConfigError(
@@ -148,27 +170,25 @@ def _matches(parameter: Parameter, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in (parameter.name, *parameter.aliases))
 
 
-def _no_match(number: int, pattern: str, model: Mapping[str, Parameter]) -> str:
+def _no_match(where: str, pattern: str, model: Mapping[str, Parameter]) -> str:
     frozen = [p.name for p in model.values() if not p.requires_grad and _matches(p, pattern)]
     if frozen:
         return (
-            f"param_groups[{number}]: pattern {pattern!r} matches only parameters that do not require a "
+            f"{where}: pattern {pattern!r} matches only parameters that do not require a "
             f"gradient ({', '.join(frozen[:3])}); leave them out"
         )
     return (
-        f"param_groups[{number}]: pattern {pattern!r} matches no parameter{nearest(pattern, model)}; "
+        f"{where}: pattern {pattern!r} matches no parameter{nearest(pattern, model)}; "
         f"patterns are shell-style, for instance '*.bias'"
     )
 
 
-def _check_options(
-    optimizer: Optimizer, groups: Sequence[tuple[list[str], dict[str, object]]]
-) -> None:
+def check_options(optimizer: Optimizer, options_of_groups: Sequence[Mapping[str, object]]) -> None:
     """Refuse options of groups that torch's own optimizers would take and never look at."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     known = optimizer.defaults
-    for number, (_, options) in enumerate(groups):
+    for number, options in enumerate(options_of_groups):
         if unknown := [name for name in options if name not in known]:
             raise ConfigError(
                 f"param_groups[{number}]: {type(optimizer).__name__} has no option {unknown[0]!r}{nearest(unknown[0], known)}; "
@@ -176,7 +196,10 @@ def _check_options(
             )
 
 
-def _check_optimizer(optimizer: object) -> None:
+def check_optimizer_class(optimizer: object) -> None:
+    """Raise :class:`ConfigError` for what is no optimizer, or one that evaluates the loss
+    itself.
+    """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer= must return a torch.optim.Optimizer, found {type(optimizer).__name__}"

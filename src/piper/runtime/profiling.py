@@ -11,7 +11,7 @@ never was.
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -214,7 +214,7 @@ class Replay:
             dag.parameters,
             # Groups name parameters of the whole model; how long an update takes does not depend on
             # them.
-            OptimizerSpec(build=optimizer.build) if names else None,
+            replace(optimizer, param_groups=None, observe=None) if names else None,
             device,
             slices,
             {i.name for i in slots if i.role is Role.PARAMETER},

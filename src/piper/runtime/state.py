@@ -9,12 +9,12 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
-from torch.optim import Optimizer
 
 from piper.devices.tensors import torch_dtype
 from piper.errors import StateError
 from piper.ir.dag import ElementTypes, Parameter, master_dtype
-from piper.runtime.optimizer import STEP, OptimizerSpec, build_optimizer, per_element
+from piper.runtime.device_optimizer import DeviceOptimizer, build_optimizer, copied
+from piper.runtime.optimizer import STEP, OptimizerSpec, per_element
 from piper.runtime.slices import Shard, Slice
 from piper.runtime.snapshot import OptimizerSnapshot, StateSnapshot, check_tensor
 
@@ -88,17 +88,16 @@ class ModelState:
             name: tensor.detach().to(device, copy=True) for name, tensor in buffers.items()
         }
         self._observe = optimizer.observe if optimizer is not None else None
-        self._schedule = optimizer.lr_schedule if optimizer is not None else None
-        self._optimizer = self._build(model, optimizer) if optimizer is not None else None
-        self._base_rates = self._rates()
+        self._optimizer = self._build(model, optimizer, types) if optimizer is not None else None
 
     @property
     def optimizer_kind(self) -> str | None:
-        """The optimizer's class with its module, if there is an optimizer."""
-        if self._optimizer is None:
-            return None
-        kind = type(self._optimizer)
-        return f"{kind.__module__}.{kind.__qualname__}"
+        """The optimizer's class with its module (of several: each), if there is an optimizer."""
+        return None if self._optimizer is None else self._optimizer.kind
+
+    def optimizer_state(self) -> list[object]:
+        """What the optimizer keeps, for all parameters: the objects themselves."""
+        return [] if self._optimizer is None else self._optimizer.states()
 
     def _experts(self, name: str) -> Slice:
         return self._parts.get(name, Slice())
@@ -107,13 +106,12 @@ class ModelState:
         """The shape of the whole parameter, of which a slice is held or all."""
         return self._shapes[name]
 
-    def begin_step(self, step: int) -> None:
-        """Set the learning rates of *step*."""
-        if self._optimizer is None or self._schedule is None:
-            return
-        factor = self._schedule(step)
-        for group, rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * factor
+    def begin_step(self, lr_factor: float) -> None:
+        """Make the learning rates of this step *lr_factor* times those of the optimizer's
+        options.
+        """
+        if self._optimizer is not None:
+            self._optimizer.set_factor(lr_factor)
 
     def update(
         self,
@@ -151,7 +149,7 @@ class ModelState:
             if self._observe is not None:
                 shown = {name: _gradient(parameters[name]) for name in gradients}
                 self._observe(shown, self._shown)
-            self._optimizer.step()
+            self._optimizer.step(gradients)
         finally:
             for name in gradients:
                 parameters[name].grad = None
@@ -248,48 +246,38 @@ class ModelState:
         if snapshot.optimizer is not None and self._optimizer is not None:
             self._restore_optimizer(self._optimizer, snapshot.optimizer)
 
-    def _build(self, model: Mapping[str, Parameter], spec: OptimizerSpec) -> Optimizer | None:
+    def _build(
+        self, model: Mapping[str, Parameter], spec: OptimizerSpec, types: ElementTypes | None
+    ) -> DeviceOptimizer | None:
         trained = {n: p for n, p in self._trained.items() if p.requires_grad}
-        return build_optimizer(spec, model, trained) if trained else None
-
-    def _rates(self) -> list[float]:
-        if self._optimizer is None or self._schedule is None:
-            return []
-        return [group["lr"] for group in self._optimizer.param_groups]
+        return build_optimizer(spec, model, trained, self._shown, types) if trained else None
 
     def _optimizer_snapshot(self, names: Iterable[str]) -> OptimizerSnapshot | None:
         if self._optimizer is None:
             return None
-        state = self._optimizer.state
+        found = {n: self._optimizer.state(n) for n in names if self._trained[n].requires_grad}
         entries = {
-            name: {key: _copied(value) for key, value in state[self._trained[name]].items()}
-            for name in names
-            if self._trained[name] in state
+            name: {key: copied(value) for key, value in state.items()}
+            for name, state in found.items()
+            if state is not None
         }
-        groups = tuple(
-            {key: _copied(value) for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
-        )
-        for group, rate in zip(groups, self._base_rates, strict=False):
-            group["lr"] = rate
-        return OptimizerSnapshot(entries, groups)
+        return OptimizerSnapshot(entries, self._optimizer.options())
 
-    def _restore_optimizer(self, optimizer: Optimizer, snapshot: OptimizerSnapshot) -> None:
-        if len(snapshot.groups) != len(optimizer.param_groups):
+    def _restore_optimizer(self, optimizer: DeviceOptimizer, snapshot: OptimizerSnapshot) -> None:
+        if len(snapshot.groups) != len(optimizer.groups):
             raise StateError(
                 f"the saved optimizer has {len(snapshot.groups)} parameter groups, this one has "
-                f"{len(optimizer.param_groups)}; compile with the same param_groups and optimizer"
+                f"{len(optimizer.groups)}; compile with the same param_groups and optimizer"
             )
-        optimizer.state.clear()
-        for name, parameter in self._trained.items():
-            if (entries := snapshot.state.get(name)) is not None:
-                optimizer.state[parameter] = {
-                    key: self._placed(key, self._part(name, key, value))
-                    for key, value in entries.items()
-                }
-        for group, options in zip(optimizer.param_groups, snapshot.groups, strict=True):
-            group.update({key: _copied(value) for key, value in options.items()})
-        self._base_rates = self._rates()
+        state = {
+            name: {
+                key: self._placed(key, self._part(name, key, value))
+                for key, value in entries.items()
+            }
+            for name in self._trained
+            if (entries := snapshot.state.get(name)) is not None
+        }
+        optimizer.restore(state, snapshot.groups)
 
     def _part(self, name: str, key: str, value: object) -> object:
         """What this device holds of an entry of the optimizer's state."""
@@ -354,7 +342,3 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _copied(value: object) -> object:
-    return _copy(value) if isinstance(value, torch.Tensor) else value

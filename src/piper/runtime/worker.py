@@ -175,9 +175,11 @@ class Worker:
         seed: int,
         agree: bool,
         loss_scale: float = 1.0,
+        lr_factors: Sequence[float] | None = None,
     ) -> WorkerRun:
         """Run steps of plan *key*. *data* is only needed where inputs are loaded. Every backward
-        starts from *loss_scale* times its usual gradient.
+        starts from *loss_scale* times its usual gradient; *lr_factors*, one per step, multiply the
+        learning rates.
 
         With *agree* the devices check before each step that every one of them has a batch of the
         plan's signature.
@@ -193,7 +195,8 @@ class Worker:
                 loaded.context.leaves = {}
                 return WorkerRun(tuple(done), step, found)
             assert agree or found is None, "the driver checked the batch"
-            done.append(self._step(loaded, loaded.program, step, seed, loss_scale, began))
+            factor = 1.0 if lr_factors is None else lr_factors[step - first_step]
+            done.append(self._step(loaded, loaded.program, step, seed, loss_scale, factor, began))
         return WorkerRun(tuple(done))
 
     def profile(
@@ -205,6 +208,7 @@ class Worker:
         num_steps: int,
         seed: int,
         loss_scale: float = 1.0,
+        lr_factors: Sequence[float] | None = None,
         ranges: bool,
     ) -> WorkerProfile:
         """Like :meth:`run`, on batches that the driver checked, with every instruction recorded."""
@@ -221,7 +225,8 @@ class Worker:
             found = self._load_batch(loaded, data, step)
             assert found is None, "the driver checked the batch"
             program.recorder.start()
-            done.append(self._step(loaded, program, step, seed, loss_scale, began))
+            factor = 1.0 if lr_factors is None else lr_factors[step - first_step]
+            done.append(self._step(loaded, program, step, seed, loss_scale, factor, began))
             spans.append(program.recorder.spans())
         return WorkerProfile(tuple(done), tuple(spans))
 
@@ -236,11 +241,12 @@ class Worker:
         step: int,
         seed: int,
         loss_scale: float,
+        lr_factor: float,
         began: float,
     ) -> WorkerStep:
         """One step, whose batch is in the context."""
         assert self._state is not None
-        self._state.begin_step(step)
+        self._state.begin_step(lr_factor)
         loaded.context.step, loaded.context.seed = step, seed
         loaded.context.loss_scale = loss_scale
         program.run()

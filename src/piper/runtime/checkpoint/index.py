@@ -74,8 +74,8 @@ class OptimizerIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``index.json``. *step* is the number of steps done, *loss_scaler* that one's state,
-    *metadata* what the user gave, encoded. *digest* is that of the file, in which it stands as
-    zeros (:func:`seal`); empty before version 2.
+    *metadata* what the user gave, encoded, *lr_factor* what multiplies the learning rates. *digest*
+    is that of the file, in which it stands as zeros (:func:`seal`); empty before version 2.
     """
 
     format: str
@@ -89,6 +89,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     parameters: dict[str, Entry]
     buffers: dict[str, Entry]
     optimizer: OptimizerIndex | None
+    lr_factor: float = 1.0
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -128,6 +129,10 @@ def check_index(index: Index) -> None:
             raise ValueError(f"{name}: expected a number of 64 bits")
     if index.step < 0:
         raise ValueError(f"step: expected 0 or more, found {index.step}")
+    if not (math.isfinite(index.lr_factor) and index.lr_factor >= 0):
+        raise ValueError(
+            f"lr_factor: expected a finite number of at least 0, found {index.lr_factor}"
+        )
     _check_files(index)
     room = [info.nbytes for info in index.files]
     used: set[tuple[int, str]] = set()

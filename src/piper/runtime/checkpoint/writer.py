@@ -128,6 +128,7 @@ def merge_files(
     *,
     step: int,
     seed: int,
+    lr_factor: float,
     loss_scaler: dict[str, float] | None,
     metadata: dict[str, object],
 ) -> Index:
@@ -156,6 +157,7 @@ def merge_files(
         version=VERSION,
         step=step,
         seed=seed,
+        lr_factor=lr_factor,
         loss_scaler=loss_scaler,
         metadata=metadata,
         files=tuple(file.info for file in files),
