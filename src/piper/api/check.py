@@ -132,9 +132,10 @@ def check(
             current = fetch(step)
             result = trainer.step(*current)
             plan = trainer.program.plan
-            count = plan.num_replicas * plan.num_microbatches
             with chosen.computing_alike():
-                expected = reference.step(current, count, step, rates.at(step))
+                expected = reference.step(
+                    current, plan.num_replicas * plan.num_microbatches, step, rates.at(step)
+                )
             if step == 0:
                 whole = compare_whole(in_one, expected)
             copies = chosen.copies()
