@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from piper.api.kinds import KEPT, Kinds
 from piper.brief import brief, count
 from piper.capture import Captured, capture_with_constants
 from piper.capture.forms import as_pair, loss_function
@@ -99,7 +100,9 @@ class Programs:
         self.strategy = as_strategy(strategy)
         # What is to be tried with a batch of a new signature before it is captured.
         self.rehearse: Callable[[Batch], None] | None = None
-        self._made: dict[tuple[object, ...], Program] = {}
+        self._made: dict[tuple[object, ...], Program] = {}  # in the order of their last use
+        self._count = 0  # of programs, those included that are no longer kept
+        self._kinds = Kinds()
         self._trained: Plan | None = None  # by the last training step
         self._captured: dict[tuple[object, ...], Captured] = {}
 
@@ -131,7 +134,8 @@ class Programs:
     ) -> Program:
         found = signature(batch)
         alike = (mode, found, _flags(self.model))
-        if (alike, use) not in self._made:
+        if (made := self._made.pop((alike, use), None)) is None:
+            self._kinds.see(mode, found)
             captured, dag = self._apply(alike, batch, strategy, use, grad=mode == TRAIN)
             # A region that exists in training only may be all that a device has.
             trained = None if mode == TRAIN else self._trained
@@ -143,9 +147,18 @@ class Programs:
             )
             # The model's own code called them: it is trusted.
             verify(planned, allow_operators=foreign_operators(dag.bodies.values()))
-            key = f"{mode}-{len(self._made)}"
-            self._made[alike, use] = Program(key, planned, found, captured)
-        return self._made[alike, use]
+            made = Program(f"{mode}-{self._count}", planned, found, captured)
+            self._count += 1
+        self._made[alike, use] = made
+        self._drop_old()
+        return made
+
+    def _drop_old(self) -> None:
+        """Keep the programs that were used last, and the captures that they were made from."""
+        while len(self._made) > KEPT:
+            del self._made[next(iter(self._made))]
+        used = {alike for alike, _ in self._made}
+        self._captured = {a: found for a, found in self._captured.items() if a in used}
 
     def _pays_to_fold(self, dag: Dag) -> bool:
         if self.fold_above is None:

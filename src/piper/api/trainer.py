@@ -14,6 +14,7 @@ import torch
 
 from piper.api.checkpoint import check_fits, save_checkpoint
 from piper.api.interrupts import late_interrupts
+from piper.api.kinds import KEPT
 from piper.api.left_out import warn_of_left_out
 from piper.api.loss_scaler import LossScaler, is_skipped
 from piper.api.programs import Program, Programs
@@ -116,7 +117,7 @@ class Trainer:
         self._compilation = compilation
         self._train = program
         self._trained = _trained(program)
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, None] = {}  # keys, in the order of their last use
         self._step = 0
         # Parameters with gradients of steps that updated nothing, and the devices that keep some.
         self._kept: set[tuple[str, DeviceId]] = set()
@@ -614,7 +615,13 @@ class Trainer:
                     program.constants,
                     self._compilation,
                 )
-            self._loaded.add(program.key)
+        self._loaded.pop(program.key, None)
+        self._loaded[program.key] = None
+        while len(self._loaded) > KEPT:
+            oldest = next(iter(self._loaded))
+            del self._loaded[oldest]
+            with self._closing_on_error():
+                self._backend.unload(oldest)
 
     def _scale(self) -> float:
         """What the loss of the next step is scaled by."""

@@ -105,6 +105,9 @@ class Backend(Protocol):
         :class:`~piper.errors.CompileError`.
         """
 
+    def unload(self, key: PlanKey) -> None:
+        """Forget the loaded plan *key* on all workers; the state stays."""
+
     def initialise(
         self, key: PlanKey, weights: Weights, optimizer: OptimizerSpec | None = None
     ) -> None:

@@ -145,6 +145,11 @@ class WorkerBackend(ABC):
         self._call_all("load", arguments)
         self._known[key] = _Known(plan, signature, frozenset(own))
 
+    def unload(self, key: PlanKey) -> None:
+        """See :class:`~piper.backends.base.Backend`."""
+        del self._known[key]
+        self._call_all("unload", [{"key": key}] * self._num_devices)
+
     def initialise(
         self, key: PlanKey, weights: Weights, optimizer: OptimizerSpec | None = None
     ) -> None:

@@ -134,6 +134,10 @@ class Worker:
         if self._state is not None:
             loaded.program = self._program(loaded, device, self._state)
 
+    def unload(self, key: str) -> None:
+        """Forget plan *key*."""
+        del self._plans[key]
+
     def initialise(
         self, key: str, weights: Weights, names: Sequence[str], optimizer: OptimizerSpec | None
     ) -> None:
