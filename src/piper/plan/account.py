@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from piper.errors import PlanError
 from piper.ids import BodyId, DeviceId, EventId, Slot, Stream
 from piper.ir.storages import Given, Memory, output_memory
 from piper.ops.base import Instruction, shard_length
@@ -234,7 +235,7 @@ class _Walk:
         if memory is None:
             body = self.plan.dag.bodies[instruction.body]
             memory = self.bodies[instruction.body] = output_memory(body, self.plan.bindings)
-        given = [self.slots[slot] for slot in instruction.inputs]
+        given = [self.of(slot) for slot in instruction.inputs]
         made: dict[int, _Storage] = {}
         for slot in freed_behind(self.mine.instructions, position).intersection(instruction.inputs):
             self.empty(slot)
@@ -293,7 +294,11 @@ class _Walk:
         return _Storage(self.frame_bytes(nbytes))
 
     def of(self, slot: Slot) -> _Storage:
-        return self.slots[slot]
+        if (found := self.slots.get(slot)) is None:
+            raise PlanError(
+                f"device {self.mine.device} reads slot %{slot}, which was freed or never written; piper.verify(plan) says where"
+            )
+        return found
 
     def nbytes(self, slot: Slot) -> int:
         return self.mine.slots[slot].message.nbytes

@@ -6,15 +6,16 @@ what :func:`piper.verify` proves. Work is linear in the size of the plan.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from piper.ids import EventId, NodeId, Slot
+from piper.ids import DeviceId, EventId, NodeId, Slot
 from piper.ir.body import TensorSpec
 from piper.ir.check_body import spec_problems
 from piper.ir.check_form import binding_problems, dag_problems
 from piper.ir.dag import STATE
 from piper.limits import MAX_DEVICES, MAX_NUMBER
-from piper.ops.base import Instruction
+from piper.ops.base import CommunicatorId, Instruction, Message
 from piper.ops.compute import Call, Compute
 from piper.ops.load_input import LoadInput
 from piper.ops.wait import Wait
@@ -48,36 +49,65 @@ def program_problems(plan: Plan) -> Iterator[str]:
     named = {info.name: info.members for info in plan.communicators}
     known = {*plan.dag.nodes, NodeId(-1)}
     leaves = {leaf.index for leaf in plan.dag.batch}
+    fine: set[Message] = set()
     for device in plan.devices:
         for i, info in enumerate(device.slots):
-            for text in _slot_problems(plan, info):
+            for text in _slot_problems(plan, info, fine):
                 yield f"device {device.device} slot %{i}: {text}"
+        yield from _Program(plan, device, known, leaves, named).problems()
+
+
+@dataclass(slots=True)
+class _Program:
+    """The check of one device's instructions: *nodes*, *leaves* and *communicators* are those that
+    there are.
+    """
+
+    plan: Plan
+    device: DevicePlan
+    nodes: Collection[NodeId]
+    leaves: Collection[int]
+    communicators: Mapping[CommunicatorId, tuple[DeviceId, ...]]
+
+    def problems(self) -> Iterator[str]:
+        """In issue order."""
+        here, slots = self.device, frozenset(map(Slot, range(len(self.device.slots))))
         recorded: set[EventId] = set()
-        filled = {Slot(i) for i, info in enumerate(device.slots) if info.role in STATE}
-        for i, instruction in enumerate(device.instructions):
-            texts = [*_slots_used(instruction, filled, len(device.slots))]
-            if instruction.node not in known:
-                texts.append(f"node {instruction.node!r:.40} is not in the DAG")
-            if isinstance(instruction, Compute):
-                texts += _compute_problems(plan, instruction)
-            elif isinstance(instruction, LoadInput) and instruction.leaf not in leaves:
-                texts.append(f"batch leaf {instruction.leaf!r:.40} does not exist")
-            texts += (
-                f"there is no parameter {name!r:.80}"
-                for name, _ in instruction.updates()
-                if name not in plan.dag.parameters
-            )
-            meeting = instruction.rendezvous()
-            if meeting is not None and named.get(meeting.communicator) != meeting.members:
-                texts.append(
-                    f"communicator {meeting.communicator!r:.80} is not listed with these members"
-                )
+        filled = {Slot(i) for i, info in enumerate(here.slots) if info.role in STATE}
+        for i, instruction in enumerate(here.instructions):
+            reads, writes, frees = instruction.reads(), instruction.writes(), instruction.frees()
+            texts = self._references(instruction)
+            if not (filled.issuperset(reads) and filled.issuperset(frees)):
+                texts.append(_empty((*reads, *frees), filled))
+            if not slots.issuperset(writes):
+                texts.append(f"one of slots {writes!r:.80} does not exist; there are {len(slots)}")
+            filled.update(writes)
+            if frees:
+                filled.difference_update(frees)
             if isinstance(instruction, Wait) and instruction.event not in recorded:
                 texts.append(f"event e{instruction.event!r:.40} is not recorded before")
             if instruction.record is not None:
                 recorded.add(instruction.record)
             for text in texts:
-                yield f"device {device.device} #{i} {instruction.op}: {text}"
+                yield f"device {here.device} #{i} {instruction.op}: {text}"
+
+    def _references(self, instruction: Instruction) -> list[str]:
+        texts = []
+        if instruction.node not in self.nodes:
+            texts.append(f"node {instruction.node!r:.40} is not in the DAG")
+        if isinstance(instruction, Compute):
+            texts += _compute_problems(self.plan, instruction)
+        elif isinstance(instruction, LoadInput) and instruction.leaf not in self.leaves:
+            texts.append(f"batch leaf {instruction.leaf!r:.40} does not exist")
+        for name, _ in instruction.updates():
+            if name not in self.plan.dag.parameters:
+                texts.append(f"there is no parameter {name!r:.80}")
+        meeting = instruction.rendezvous()
+        if meeting is not None and self.communicators.get(meeting.communicator) != meeting.members:
+            texts.append(
+                f"communicator {meeting.communicator!r:.80} is not listed with these members"
+            )
+        return texts
 
 
 def _compute_problems(plan: Plan, instruction: Compute) -> Iterator[str]:
@@ -86,9 +116,14 @@ def _compute_problems(plan: Plan, instruction: Compute) -> Iterator[str]:
         yield f"node {instruction.node!r:.40} calls no body"
     elif node.work.body != instruction.body:
         yield f"body {instruction.body!r:.40} is not that of its node"
+    elif (len(instruction.inputs), len(instruction.outputs)) != (
+        len(node.inputs),
+        len(node.outputs),
+    ):
+        yield f"its node has {len(node.inputs)} inputs and {len(node.outputs)} outputs"
 
 
-def _slot_problems(plan: Plan, info: SlotInfo) -> Iterator[str]:
+def _slot_problems(plan: Plan, info: SlotInfo, fine: set[Message]) -> Iterator[str]:
     value = plan.dag.values.get(info.value)
     if value is None:
         yield f"there is no value {info.value!r:.40}"
@@ -96,19 +131,16 @@ def _slot_problems(plan: Plan, info: SlotInfo) -> Iterator[str]:
         yield f"it says {info.role} {info.name!r:.80}, its value is {value.role} {value.name!r:.80}"
     if info.experts is not None and not info.message.shape:
         yield "a number has no parts of experts"
-    yield from spec_problems(TensorSpec(info.message.shape, info.message.dtype), ())
+    if info.message not in fine:
+        texts = list(spec_problems(TensorSpec(info.message.shape, info.message.dtype), ()))
+        yield from texts
+        if not texts:
+            fine.add(info.message)
 
 
-def _slots_used(instruction: Instruction, filled: set[Slot], size: int) -> Iterator[str]:
-    """*filled* are the slots that hold a value before the instruction, and then after it."""
-    for slot in (*instruction.reads(), *instruction.frees()):
-        if slot not in filled:
-            yield f"slot %{slot!r:.40} of {size} holds nothing yet"
-    for slot in instruction.writes():
-        if not 0 <= slot < size:
-            yield f"slot %{slot!r:.40} does not exist; the device has {size} slots"
-    filled.update(instruction.writes())
-    filled.difference_update(instruction.frees())
+def _empty(used: Sequence[Slot], filled: set[Slot]) -> str:
+    slot = next(slot for slot in used if slot not in filled)
+    return f"slot %{slot!r:.40} holds nothing yet"
 
 
 def _counts(plan: Plan) -> Iterator[str]:
