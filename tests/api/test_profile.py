@@ -18,6 +18,7 @@ from piper.models.mlp import MLP, MLPConfig
 from piper.runtime.batch import signature
 from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.record import Clock
+from piper.runtime.slices import Form
 from piper.runtime.worker import Worker
 from piper.simulate.timeline import Source
 
@@ -116,9 +117,9 @@ def test_ranges_of_torchs_profiler_carry_the_nodes_names(ranges):
     plan = piper.plan(piper.apply(piper.capture(mlp(), loss, batch()), []))
     worker = Worker(0, 1, CpuDevice, no_communicator)
     worker.load("train", plan, plan.devices[0], signature(batch()), {})
-    names = [*plan.dag.parameters, *plan.dag.buffers]
+    forms = {n: Form(whole=True) for n in (*plan.dag.parameters, *plan.dag.buffers)}
     spec = OptimizerSpec(lambda p: torch.optim.SGD(p, lr=0.1))
-    worker.initialise("train", model_tensors(mlp()), names, spec)
+    worker.initialise("train", model_tensors(mlp()), forms, spec)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         worker.profile("train", lambda _: batch(), first_step=0, num_steps=1, seed=0, ranges=ranges)
     found = {event.name for event in profiler.events()}

@@ -114,6 +114,8 @@ class Trainer:
         self._groups: list[tuple[str, ...]] = []
         self._rated = False  # whether every group of the optimizer has a learning rate
         self._has_optimizer = optimizer is not None
+        self._optimizer = optimizer
+        self._cut: set[str] = set()  # parameters that the optimizer was seen to update in parts
         self._compilation = compilation
         self._train = program
         self._trained = _trained(program)
@@ -129,11 +131,12 @@ class Trainer:
             raise ConfigError(f"seed is an integer, found {seed!r}")
         if optimizer is not None:
             dag = program.plan.dag
-            sliced = {n for n, groups in dag.shards.items() if any(len(g) > 1 for g in groups)}
-            cut = {*sliced, *dag.expert_groups}
+            self._cut = _cut(dag)
             with same_random_numbers():
                 plan, updates = program.plan, _most_updates(program.plan)
-                found = check_optimizer(optimizer, dag.parameters, cut, plan.num_devices, updates)
+                found = check_optimizer(
+                    optimizer, dag.parameters, self._cut, plan.num_devices, updates
+                )
             self._groups = found.group_names
             self._rated = all("lr" in group for group in found.groups)
             if not self._rates.fixed:
@@ -607,6 +610,7 @@ class Trainer:
                     f"parameter {thawed[0]!r} did not require a gradient when the trainer was made, so the optimizer does not know "
                     "it; compile a new trainer, or make it with the parameter trained and freeze it afterwards"
                 )
+            self._require_cuts(program)
             with self._closing_on_error():
                 self._backend.load(
                     program.key,
@@ -622,6 +626,18 @@ class Trainer:
             del self._loaded[oldest]
             with self._closing_on_error():
                 self._backend.unload(oldest)
+
+    def _require_cuts(self, program: Program) -> None:
+        """Refuse a plan that cuts parameters that the first did not, if the optimizer cannot have
+        that.
+        """
+        cut = self._cut | _cut(program.plan.dag)
+        if self._optimizer is None or cut == self._cut:
+            return
+        plan, updates = program.plan, _most_updates(program.plan)
+        with same_random_numbers():
+            check_optimizer(self._optimizer, plan.dag.parameters, cut, plan.num_devices, updates)
+        self._cut = cut
 
     def _scale(self) -> float:
         """What the loss of the next step is scaled by."""
@@ -729,6 +745,12 @@ def _most_updates(plan: Plan) -> int:
         sum(isinstance(instruction, OptimizerStep) for instruction in device.instructions)
         for device in plan.devices
     )
+
+
+def _cut(dag: Dag) -> set[str]:
+    """Parameters of which devices hold slices, or parts of the experts."""
+    sliced = {n for n, groups in dag.shards.items() if any(len(g) > 1 for g in groups)}
+    return {*sliced, *dag.expert_groups}
 
 
 def _trained(program: Program) -> set[str]:

@@ -99,8 +99,9 @@ class Backend(Protocol):
         ready to run.
 
         *constants* are the values of buffers that this plan alone has (tensors that capture found);
-        they belong to the plan, not to the state. A plan loaded after ``initialise`` may else use
-        only parameters and buffers that its device holds. *compilation* says whether chunks are
+        they belong to the plan, not to the state. A plan loaded after ``initialise`` may use
+        parameters and buffers elsewhere, or sliced in another way, than the first: the state moves
+        before its steps. *compilation* says whether chunks are
         compiled: here, or by ``initialise`` for plans loaded before it. A failure is a
         :class:`~piper.errors.CompileError`.
         """

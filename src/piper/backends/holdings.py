@@ -2,32 +2,46 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
 from piper.errors import StateError
 from piper.ir.dag import Role
 from piper.plan.model import DevicePlan, Plan
+from piper.runtime.slices import Form
 
-_PARAMETERS = (Role.PARAMETER, Role.SHARD)
-_NAMED = (*_PARAMETERS, Role.BUFFER)
-
-_Form: TypeAlias = tuple[tuple[int, int] | None, tuple[int, int] | None]
-"""Which of how many parts of the experts, which of how many slices."""
+_NAMED = (Role.PARAMETER, Role.SHARD, Role.BUFFER)
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the devices hold: *plan* is the one that their state was made for.
+    """What the devices hold; *plan* is the one that their state was made for first.
 
-    ``names[device]`` are the parameters and buffers that a device holds, ``owned[device]`` those
-    that a snapshot takes from it: each parameter or buffer, or each slice of one, once.
+    ``forms[device]`` are the parameters and buffers that a device holds, and how;
+    ``owned[device]`` those that a snapshot takes from it: each parameter or buffer, or each slice
+    of one, once. ``writers`` are the devices on which a buffer that steps write is current.
     """
 
     plan: Plan
-    names: tuple[tuple[str, ...], ...]
-    owned: tuple[tuple[str, ...], ...]
+    forms: tuple[Mapping[str, Form], ...]
+    writers: Mapping[str, int]
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """What each device holds."""
+        return tuple(tuple(held) for held in self.forms)
+
+    @property
+    def owned(self) -> tuple[tuple[str, ...], ...]:
+        """What a snapshot takes from each device."""
+        owner: dict[tuple[str, object], int] = {(n, None): r for n, r in self.writers.items()}
+        for rank, held in enumerate(self.forms):
+            for name, form in held.items():
+                owner.setdefault((name, form.part), rank)
+        return tuple(
+            tuple(name for name, form in held.items() if owner[name, form.part] == rank)
+            for rank, held in enumerate(self.forms)
+        )
 
 
 def holdings_of(plan: Plan, constants: frozenset[str]) -> Holdings:
@@ -35,33 +49,95 @@ def holdings_of(plan: Plan, constants: frozenset[str]) -> Holdings:
 
     Device 0 also holds what the plan uses nowhere.
     """
-    devices = by_device(plan)
-    held = [[n for n in state_names(mine) if n not in constants] for mine in devices]
-    used = {name for names in held for name in names}
-    model = (*plan.dag.parameters, *plan.dag.buffers)
-    held[0] += [n for n in model if n not in used and n not in constants]
-    forms = [_partial_forms(mine) for mine in devices]
-    owner: dict[tuple[str, _Form | None], int] = {}
-    # A buffer that the step writes is current where it is written.
-    for rank, mine in enumerate(devices):
+    forms = [_forms(mine, plan, constants) for mine in by_device(plan)]
+    used = {name for held in forms for name in held}
+    for name in (*plan.dag.parameters, *plan.dag.buffers):
+        if name not in used and name not in constants:
+            forms[0][name] = Form(whole=True, shard=_master(name, plan))
+    return Holdings(plan, tuple(forms), _writers(plan))
+
+
+def moved(holdings: Holdings, plan: Plan, constants: frozenset[str]) -> Holdings:
+    """What devices hold such that *plan* can run: *holdings* itself if it can, else with all that
+    it could not use where it is, or would leave out of date somewhere, held as the plan uses it.
+    """
+    wanted = [_forms(mine, plan, constants) for mine in by_device(plan)]
+    written = set(written_on(plan))
+    moving = {
+        name
+        for held in wanted
+        for name in held
+        if not all(
+            _suits(mine.get(name), new.get(name), exact=name in written)
+            for mine, new in zip(holdings.forms, wanted, strict=True)
+        )
+    }
+    if not moving:
+        return holdings
+    forms = tuple(
+        {
+            **{name: form for name, form in mine.items() if name not in moving},
+            **{name: form for name, form in new.items() if name in moving},
+        }
+        for mine, new in zip(holdings.forms, wanted, strict=True)
+    )
+    writers = {n: r for n, r in holdings.writers.items() if n not in moving}
+    writers |= {n: r for n, r in _writers(plan).items() if n in moving}
+    return Holdings(holdings.plan, forms, writers)
+
+
+def _suits(held: Form | None, wanted: Form | None, *, exact: bool) -> bool:
+    """Whether a plan that uses a name as *wanted* on a device can do so where it is *held*. A plan
+    that writes it must write all that is held: *exact*.
+    """
+    if exact or held is None or wanted is None:
+        return held == wanted or (wanted is None and not exact)
+    return (
+        (held.whole or not wanted.whole)
+        and wanted.shard in (None, held.shard)
+        and wanted.experts == held.experts
+    )
+
+
+def _forms(mine: DevicePlan, plan: Plan, constants: frozenset[str]) -> dict[str, Form]:
+    """How a device holds what its plan uses, in slot order."""
+    found: dict[str, Form] = {}
+    for info in mine.slots:
+        if info.role not in _NAMED or info.name in constants:
+            continue
+        before = found.get(info.name, Form(whole=False, shard=_master(info.name, plan)))
+        found[info.name] = Form(
+            before.whole or info.role is not Role.SHARD,
+            before.shard if info.shard is None else info.shard,
+            before.experts if info.experts is None else info.experts,
+        )
+    return found
+
+
+def _master(name: str, plan: Plan) -> tuple[int, int] | None:
+    """The only slice of a parameter that is updated on a copy in another type: the copy."""
+    dag = plan.dag
+    return (0, 1) if name in dag.parameters and dag.has_master(name) else None
+
+
+def _writers(plan: Plan) -> dict[str, int]:
+    """A device on which each buffer that *plan* writes is current."""
+    found: dict[str, int] = {}
+    for rank, mine in enumerate(by_device(plan)):
         for instruction in mine.instructions:
             for name in instruction.stores():
-                owner.setdefault((name, None), rank)
-    for rank, names in enumerate(held):
-        for name in names:
-            owner.setdefault((name, forms[rank].get(name)), rank)
-    owned = tuple(
-        tuple(n for n in held[r] if owner[n, forms[r].get(n)] == r) for r in range(len(devices))
-    )
-    return Holdings(plan, tuple(tuple(names) for names in held), owned)
+                found.setdefault(name, rank)
+    return found
 
 
-def _partial_forms(mine: DevicePlan) -> dict[str, _Form]:
-    """The form of each parameter of which a device holds a slice or a part of the experts."""
-    found: dict[str, _Form] = {}
-    for info in mine.slots:
-        if info.shard is not None or (info.experts is not None and info.name not in found):
-            found[info.name] = (info.experts, info.shard)
+def written_on(plan: Plan) -> dict[str, set[int]]:
+    """The devices on which *plan* writes each parameter and buffer that it writes."""
+    found: dict[str, set[int]] = {}
+    for mine in plan.devices:
+        for instruction in mine.instructions:
+            updated = (name for name, _ in instruction.updates())
+            for name in (*updated, *instruction.stores()):
+                found.setdefault(name, set()).add(mine.device)
     return found
 
 
@@ -83,46 +159,11 @@ def require_weights(weights: Mapping[str, torch.Tensor], holdings: Holdings) -> 
         raise StateError(f"no initial value for {missing[0]!r} ({len(missing)} missing in all)")
 
 
-def refuse_missing_copies(plan: Plan, holdings: Holdings, constants: frozenset[str]) -> None:
-    """Refuse a plan that uses a parameter or buffer on a device that does not hold it, or holds it
-    in another form (whole, a slice, a part of the experts).
-    """
-    for mine, first in zip(by_device(plan), by_device(holdings.plan), strict=False):
-        held = constants.union(holdings.names[mine.device])
-        if missing := [name for name in state_names(mine) if name not in held]:
-            raise StateError(
-                f"the plan for this batch uses {missing[0]!r} on device {mine.device}, which holds no parameter or buffer of that name: the "
-                f"first plan does not use it there. Begin with a batch that uses it, or place its regions on one device"
-            )
-        forms = {(i.name, i.shard, i.experts) for i in first.slots if i.role in _PARAMETERS}
-        forms |= {(name, None, None) for name in held - {name for name, *_ in forms}}
-        dag = holdings.plan.dag
-        forms |= {
-            (name, (0, 1), experts)
-            for name, shard, experts in forms
-            if shard is None and name in dag.parameters and dag.has_master(name)
-        }
-        for info in mine.slots:
-            if info.role in _PARAMETERS and (info.name, info.shard, info.experts) not in forms:
-                whole = info.shard is None and info.experts is None
-                form = "whole" if whole else "a slice of it"
-                raise StateError(
-                    f"the plan for this batch uses parameter {info.name!r}, {form}, on device {mine.device}, which does not hold it in this form: "
-                    f"the first plan does not train it, or shards it in another way. Begin with a batch that trains it"
-                )
-
-
 def refuse_stale_copies(plan: Plan, holdings: Holdings) -> None:
     """Refuse a plan that writes a parameter or buffer on some of the devices
     that hold it, but not on all.
     """
-    written: dict[str, set[int]] = {}
-    for mine in plan.devices:
-        for instruction in mine.instructions:
-            updated = (name for name, _ in instruction.updates())
-            for name in (*updated, *instruction.stores()):
-                written.setdefault(name, set()).add(mine.device)
-    for name, devices in written.items():
+    for name, devices in written_on(plan).items():
         holders = {device for device, names in enumerate(holdings.names) if name in names}
         if stale := sorted(holders - devices):
             raise StateError(

@@ -15,7 +15,7 @@ from piper.backends.holdings import (
     Holdings,
     by_device,
     holdings_of,
-    refuse_missing_copies,
+    moved,
     refuse_stale_copies,
     require_weights,
     state_names,
@@ -33,6 +33,7 @@ from piper.runtime.batch import Batch, Data, FixedBatches, Signature, signature
 from piper.runtime.checkpoint.reader import Checkpoint
 from piper.runtime.checkpoint.writer import Refusal, WrittenFile
 from piper.runtime.compiled import Compilation
+from piper.runtime.global_random import same_random_numbers
 from piper.runtime.optimizer import OptimizerSpec, group_parameters
 from piper.runtime.record import Clock
 from piper.runtime.snapshot import StateSnapshot, check_snapshot
@@ -47,6 +48,7 @@ class _Known:
     plan: Plan
     signature: Signature
     constants: frozenset[str]
+    suited: Holdings | None = None  # what was held when it was last seen to suit
 
 
 class WorkerBackend(ABC):
@@ -118,8 +120,7 @@ class WorkerBackend(ABC):
     ) -> None:
         """See :class:`~piper.backends.base.Backend`."""
         if self._holdings is not None:
-            refuse_missing_copies(plan, self._holdings, frozenset(constants or ()))
-            refuse_stale_copies(plan, self._holdings)
+            refuse_stale_copies(plan, self._for(plan, frozenset(constants or ())))
         if plan.roles:
             raise ConfigError(
                 f"the plan is folded: it has programs for {len(plan.roles)} of its {plan.num_devices} devices, enough to verify and simulate it; "
@@ -131,6 +132,8 @@ class WorkerBackend(ABC):
                 f"with as many devices as the strategy names"
             )
         shared, own = self._share(_common(plan)), dict(constants or {})
+        if self._holdings is not None:
+            self._hold(self._for(plan, frozenset(own)))
         arguments = [
             {
                 "key": key,
@@ -161,9 +164,9 @@ class WorkerBackend(ABC):
         if not callable(weights):
             require_weights(weights, holdings)
         arguments = [
-            {"key": key, "weights": shared, "names": names, "optimizer": optimizer}
-            for names, shared in zip(
-                holdings.names, self._shared_weights(weights, holdings.names), strict=True
+            {"key": key, "weights": shared, "forms": forms, "optimizer": optimizer}
+            for forms, shared in zip(
+                holdings.forms, self._shared_weights(weights, holdings.names), strict=True
             )
         ]
         self._call_all("initialise", arguments)
@@ -198,6 +201,7 @@ class WorkerBackend(ABC):
                 count, stopped, found = good, first_step + good, signature(data[good])
         if count == 0:
             return RunResult((), stopped, found)
+        self._hold_for(known)
         shared = self._share(source)
         arguments = [
             {
@@ -229,6 +233,7 @@ class WorkerBackend(ABC):
         """See :class:`~piper.backends.base.Backend`."""
         known = self._known[key]
         assert all(signature(batch) == known.signature for batch in batches)
+        self._hold_for(known)
         offsets, error = clock_offsets(self._read_clocks)
         shared = self._share(FixedBatches(first_step, batches))
         arguments = [
@@ -254,6 +259,30 @@ class WorkerBackend(ABC):
             strict=True,
         )
         return RecordedRun(merged.steps, tuple(spans), error)
+
+    def _hold_for(self, known: _Known) -> None:
+        """Let the devices hold what a loaded plan uses, as it uses it."""
+        if known.suited is not self._holdings:
+            self._hold(self._for(known.plan, known.constants))
+            known.suited = self._holdings
+
+    def _for(self, plan: Plan, constants: frozenset[str]) -> Holdings:
+        """What devices are to hold to run *plan*."""
+        return moved(self._initialised(), plan, constants)
+
+    def _hold(self, wanted: Holdings) -> None:
+        """Move the state, parameters with that of the optimizer, to where *wanted* has it: by way
+        of the driver, which is slow, but seldom.
+        """
+        if wanted is self._holdings:
+            return
+        state = self.snapshot(optimizer=True)
+        arguments = [
+            {"forms": forms, "snapshot": part_of(state, tuple(forms))} for forms in wanted.forms
+        ]
+        with same_random_numbers():  # optimizers are made anew
+            self._call_all("hold", arguments)
+        self._holdings = wanted
 
     def _read_clocks(self) -> list[Clock]:
         nothing: list[Mapping[str, object]] = [{}] * self._num_devices

@@ -43,6 +43,23 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """How a device holds a parameter or buffer: ``whole``, or slice ``shard`` = (index, count) of
+    it, or both; each of them of a part (index, count) of the ``experts`` if that is not ``None``.
+    """
+
+    whole: bool
+    shard: tuple[int, int] | None = None
+    experts: tuple[int, int] | None = None
+
+    @property
+    def part(self) -> tuple[tuple[int, int] | None, tuple[int, int] | None] | None:
+        """What part of it a snapshot takes from here; ``None``: all."""
+        partial = self.experts is not None or self.shard is not None
+        return (self.experts, self.shard) if partial else None
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """A slice of a parameter: which, and its elements, as :meth:`Slice.of` gives them."""
 

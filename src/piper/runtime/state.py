@@ -199,6 +199,10 @@ class ModelState:
             )
         return found
 
+    def keep_as(self, other: "ModelState") -> None:
+        """Keep the gradients that *other* keeps."""
+        self._kept = other._kept  # noqa: SLF001 (its own class)
+
     def snapshot(
         self, names: Iterable[str], *, optimizer: bool, everything: bool = False
     ) -> StateSnapshot:

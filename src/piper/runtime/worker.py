@@ -1,7 +1,7 @@
 """What runs on each device: its plans, its state, and whole runs of steps."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from piper.boundary import shown
 from piper.devices.base import TorchDevice
 from piper.errors import RunError
 from piper.ids import DeviceId
-from piper.ir.dag import Role
+from piper.ir.dag import ElementTypes, Parameter
 from piper.ops.base import Communicator, CommunicatorId
 from piper.plan.model import DevicePlan, Plan
 from piper.runtime.batch import (
@@ -31,7 +31,7 @@ from piper.runtime.context import Context
 from piper.runtime.interpreter import Program
 from piper.runtime.optimizer import OptimizerSpec
 from piper.runtime.record import Clock, Spans, read_clock
-from piper.runtime.slices import Slice
+from piper.runtime.slices import Form, Slice
 from piper.runtime.snapshot import StateSnapshot
 from piper.runtime.state import ModelState, Weights
 
@@ -88,6 +88,16 @@ class Loaded:
     program: Program | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _MadeFor:
+    """What the state is made for, however it is held."""
+
+    parameters: Mapping[str, Parameter]
+    buffers: Container[str]
+    precision: ElementTypes | None
+    optimizer: OptimizerSpec | None
+
+
 class Worker:
     """One device. All workers receive the same calls in the same order."""
 
@@ -105,6 +115,7 @@ class Worker:
         self._communicators: dict[CommunicatorId, Communicator] = {}
         self._plans: dict[str, Loaded] = {}
         self._state: ModelState | None = None
+        self._made_for: _MadeFor | None = None
 
     def load(
         self,
@@ -139,35 +150,61 @@ class Worker:
         del self._plans[key]
 
     def initialise(
-        self, key: str, weights: Weights, names: Sequence[str], optimizer: OptimizerSpec | None
+        self,
+        key: str,
+        weights: Weights,
+        forms: Mapping[str, Form],
+        optimizer: OptimizerSpec | None,
     ) -> None:
-        """Hold the parameters and buffers *names*, and an optimizer for them."""
-        dag, slots = self._plans[key].plan.dag, self._plans[key].mine.slots
-        parts = {i.name: i.experts for i in slots if i.experts is not None}
-        slices = {
-            i.name: Slice(*i.shard, experts=i.experts or (0, 1))
-            for i in slots
-            if i.shard is not None
-        }
-        used = {i.name for i in slots if i.role in (Role.PARAMETER, Role.SHARD)}
-        whole = {i.name for i in slots if i.role is Role.PARAMETER} | (set(names) - used)
-        for name in names:
-            if name in dag.parameters and dag.has_master(name):
-                slices.setdefault(name, Slice(experts=parts.get(name, (0, 1))))
-        tensors = weights(names) if callable(weights) else weights
-        self._state = ModelState(
-            {name: tensors[name] for name in names if name in dag.parameters},
-            {name: tensors[name] for name in names if name in dag.buffers},
-            dag.parameters,
-            optimizer,
-            self._make_device().torch_device,
-            slices,
-            whole,
-            dag.precision,
-            parts,
-        )
+        """Hold the parameters and buffers of plan *key* in the given forms, and an optimizer for
+        them.
+        """
+        dag = self._plans[key].plan.dag
+        self._made_for = _MadeFor(dag.parameters, dag.buffers, dag.precision, optimizer)
+        tensors = weights(list(forms)) if callable(weights) else weights
+        self._state = self._new_state(tensors, forms)
         for loaded in self._plans.values():
             loaded.program = self._program(loaded, self._make_device(), self._state)
+
+    def hold(self, forms: Mapping[str, Form], snapshot: StateSnapshot) -> None:
+        """Hold parameters and buffers in other *forms* from now on, with the values and the
+        optimizer state of *snapshot*, which has all of them. Kept gradients stay.
+        """
+        assert self._state is not None
+        kept = self._state
+        for loaded in self._plans.values():
+            loaded.program = None  # they refer to the tensors that were held
+        self._state = self._new_state({**snapshot.parameters, **snapshot.buffers}, forms)
+        self._state.restore(snapshot)
+        self._state.keep_as(kept)
+
+    def _new_state(
+        self, tensors: Mapping[str, torch.Tensor], forms: Mapping[str, Form]
+    ) -> ModelState:
+        made_for = self._made_for
+        assert made_for is not None
+        return ModelState(
+            {name: tensors[name] for name in forms if name in made_for.parameters},
+            {name: tensors[name] for name in forms if name in made_for.buffers},
+            made_for.parameters,
+            made_for.optimizer,
+            self._make_device().torch_device,
+            {
+                name: Slice(*form.shard, experts=form.experts or (0, 1))
+                for name, form in forms.items()
+                if form.shard is not None
+            },
+            {name for name, form in forms.items() if form.whole},
+            made_for.precision,
+            {n: form.experts for n, form in forms.items() if form.experts is not None},
+        )
+
+    def _ready(self, loaded: Loaded) -> Program:
+        """The program of a plan, made anew if what is held has changed."""
+        assert self._state is not None, "run before initialise"
+        if loaded.program is None:
+            loaded.program = self._program(loaded, self._make_device(), self._state)
+        return loaded.program
 
     def run(
         self,
@@ -189,8 +226,7 @@ class Worker:
         plan's signature.
         """
         loaded = self._plans[key]
-        assert loaded.program is not None, "run before initialise"
-        assert self._state is not None
+        program = self._ready(loaded)
         done: list[WorkerStep] = []
         for step in range(first_step, first_step + num_steps):
             began = time.perf_counter()
@@ -200,7 +236,7 @@ class Worker:
                 return WorkerRun(tuple(done), step, found)
             assert agree or found is None, "the driver checked the batch"
             factor = 1.0 if lr_factors is None else lr_factors[step - first_step]
-            done.append(self._step(loaded, loaded.program, step, seed, loss_scale, factor, began))
+            done.append(self._step(loaded, program, step, seed, loss_scale, factor, began))
         return WorkerRun(tuple(done))
 
     def profile(
