@@ -13,6 +13,7 @@ from piper.capture import Captured, capture_with_constants
 from piper.capture.forms import as_pair, loss_function
 from piper.capture.joint import LossFn
 from piper.capture.precision import Precision
+from piper.capture.surroundings import plain_surroundings
 from piper.capture.wrapped import refuse_wrapped
 from piper.directives.base import Directive
 from piper.directives.order import Order
@@ -136,7 +137,8 @@ class Programs:
         alike = (mode, found, _flags(self.model))
         if (made := self._made.pop((alike, use), None)) is None:
             self._kinds.see(mode, found)
-            captured, dag = self._apply(alike, batch, strategy, use, grad=mode == TRAIN)
+            with plain_surroundings():
+                captured, dag = self._apply(alike, batch, strategy, use, grad=mode == TRAIN)
             # A region that exists in training only may be all that a device has.
             trained = None if mode == TRAIN else self._trained
             planned = plan_with(

@@ -47,7 +47,10 @@ class Rows:
             raise BatchError(
                 f"a batch of {rows} rows does not divide into {count} microbatches; give a multiple of {count} rows"
             )
-        return [self.take(batch, torch.arange(i * size, (i + 1) * size)) for i in range(count)]
+        return [
+            self.take(batch, torch.arange(i * size, (i + 1) * size, device="cpu"))
+            for i in range(count)
+        ]
 
     @staticmethod
     def _note(found: dict[int, str], name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -323,7 +323,9 @@ class Trainer:
         seconds = 0.0
         for first in range(0, microbatches, wave):
             real = min(wave, microbatches - first)
-            index = torch.arange(first * size, (first + wave) * size).clamp(max=count - 1)
+            index = torch.arange(first * size, (first + wave) * size, device="cpu").clamp(
+                max=count - 1
+            )
             part = rows.take(batch, index)
             with self._interruptible():
                 program = self._programs.evaluation(part)

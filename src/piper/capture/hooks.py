@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from piper.capture.surroundings import InThisThread
 from piper.errors import CaptureError
 
 Hook: TypeAlias = Callable[..., object]
@@ -45,14 +46,18 @@ def watched_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
             hooks: dict[int, Hook] = vars(module)[attribute]
             for key, hook in hooks.items():
                 hooks[key] = _must_return(hook, what)
-    original = torch.Tensor.register_hook
+    original, apply, here = torch.Tensor.register_hook, CheckpointFunction.apply, InThisThread()
 
     def register_hook(self: torch.Tensor, hook: Hook) -> RemovableHandle:
-        handle: RemovableHandle = original(self, _must_return(hook, "a tensor hook"))  # type: ignore[no-untyped-call]
+        watched = _must_return(hook, "a tensor hook") if here else hook
+        handle: RemovableHandle = original(self, watched)  # type: ignore[no-untyped-call]
         return handle
 
+    def refuse_reentry(*args: object) -> object:
+        return _refuse_reentry() if here else apply(*args)  # type: ignore[no-untyped-call]
+
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    CheckpointFunction.apply = _refuse_reentry  # type: ignore[method-assign]
+    CheckpointFunction.apply = refuse_reentry  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -60,7 +65,7 @@ def watched_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
         del CheckpointFunction.apply  # the inherited one shows again
 
 
-def _refuse_reentry(*_args: object) -> object:
+def _refuse_reentry() -> object:
     raise CaptureError(
         "re-entrant checkpointing cannot be captured. Call torch.utils.checkpoint.checkpoint(..., "
         "use_reentrant=False), or leave checkpointing out and use piper.Recompute"

@@ -52,6 +52,7 @@ from piper.capture.precision import Precision, cast
 from piper.capture.simplify import simplify
 from piper.capture.sizes import batch_symbol, dim, size_guards
 from piper.capture.states import TensorState, fake_leaves, fake_model, model_states
+from piper.capture.surroundings import InThisThread
 from piper.errors import CaptureError, PiperError
 
 TESTED_TORCH = ("2.13",)
@@ -300,11 +301,20 @@ class _StepModule(nn.Module):
         """Turn ``self.buffer = new`` into an update of the buffer in place, which capture
         follows.
         """
-        for name, new in self.model.named_buffers():
+        after = dict(self.model.named_buffers())
+        if lost := [name for name in before if name not in after]:
+            raise CaptureError(
+                f"the forward removes buffer {lost[0]!r}; buffers stay through training: write another value into it"
+            )
+        for name, new in after.items():
             old = before.get(name)
             if new is old:
                 continue
-            if old is None or new.shape != old.shape or new.dtype != old.dtype:
+            if old is None:
+                raise CaptureError(
+                    f"the forward registers a new buffer {name!r}; register it in __init__, so that its value is kept from step to step"
+                )
+            if new.shape != old.shape or new.dtype != old.dtype:
                 raise CaptureError(
                     f"the forward replaces buffer {name!r} by a tensor of another shape or type; "
                     f"buffers keep their shape and dtype through training: register it as it is used"
@@ -372,7 +382,8 @@ def traceable_paths() -> Iterator[None]:
     """
     compiler = torch.compiler
     before = (compiler._is_compiling_flag, compiler._is_exporting_flag)
-    compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    # Optimizers and models that other threads run meanwhile ask too.
+    compiler._is_compiling_flag = compiler._is_exporting_flag = InThisThread()  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -481,6 +492,13 @@ def _input(descriptor: AOTInput, leaf_indices: Sequence[int]) -> Input:
             return BatchInput(leaf_indices[index])
         case TangentAOTInput(output=PlainAOTOutput(idx=0)):
             return SeedInput()
+        case TangentAOTInput(
+            output=InputMutationAOTOutput(mutated_input=BufferAOTInput(target=name))
+        ):
+            raise CaptureError(
+                f"the forward writes a value with a gradient into buffer {_model_name(name)!r}: the next microbatch's backward would have "
+                "to go through this one's graph. Write it detached: self.buffer.copy_(value.detach())"
+            )
         case _:
             raise CaptureError(
                 f"the step has an input that piper does not know: {descriptor}; a buffer that requires "

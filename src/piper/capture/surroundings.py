@@ -15,12 +15,23 @@ _ONE_AT_A_TIME = threading.RLock()
 """Tracing sets flags and replaces functions of torch that all threads share."""
 
 
+class InThisThread:
+    """A flag that is true in the thread that made it and false in all others."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
 @contextmanager
 def plain_surroundings() -> Iterator[None]:
-    """Gradients are recorded, no autocast is on, and no other thread is in here."""
+    """Gradients are recorded, new tensors are on the CPU, no autocast is on, and no other thread is in here."""
     with _ONE_AT_A_TIME, ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.device("cpu"))
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 warnings.warn(

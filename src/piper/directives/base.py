@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeVar, get_args, get_origin
 
@@ -147,7 +148,8 @@ def _refuse_misplaced(
     *others*.
     """
     types = dict(_fields(cls))
-    if _fits(given, types[name]) or isinstance(given, str):  # many fields are texts
+    # Many fields are texts or may be None: these say nothing.
+    if given is None or isinstance(given, str) or _fits(given, types[name]):
         return
     if meant := [other for other in others if other != name and _fits(given, types[other])]:
         raise ArgumentError(
@@ -169,7 +171,8 @@ def _listed(value: object) -> object:
     if isinstance(value, range):
         return list(value)
     if isinstance(value, SupportsIndex):
-        return operator.index(value)
+        with suppress(TypeError):  # tensors have the method, whatever they hold
+            return operator.index(value)
     raise TypeError(f"Expected plain data, got `{type(value).__name__}`")
 
 

@@ -42,7 +42,8 @@ class Replicate(Directive, frozen=True):
     ``gather_stream`` carry the communication. ``replicated_buffers`` must be chosen when the
     forward writes buffers on several replicas (BatchNorm): ``"first"`` keeps the first replica's,
     ``"mean"`` their mean, ``"sum"`` adds every replica's change (a counter then counts on all of
-    them).
+    them). A buffer whose old value nothing reads needs no choice: it keeps the last replica's, as in
+    one process (also under ``"sum"``).
 
     Before ``Replicate({}, devices="placed")`` with the region on ``[0, 1]``::
 

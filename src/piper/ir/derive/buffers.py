@@ -16,13 +16,22 @@ def store_buffers(builder: Builder) -> None:
     """Store the final value of each buffer that the forward writes, equal on all replicas."""
     writers = {name: builder.makers[v] for name, v in builder.dag.buffer_updates.items()}
     _refuse_distant_readers(builder, writers)
+    read = {
+        builder.values[v].name
+        for chunk in builder.core()
+        for v in chunk.inputs
+        if builder.values[v].role is Role.BUFFER
+    }
     for name, maker in writers.items():
         value, work = builder.dag.buffer_updates[name], StoreBuffer(name)
         # An unclaimed group is the planner's error: a directive to come may claim it.
         if maker.devices and len(maker.devices) > 1 and maker.replication is not None:
             replication = builder.dag.replications[maker.replication]
-            value = _agree(builder, name, value, maker, replication)
-            if replication.buffers == "sum":
+            if name not in read and replication.buffers in (None, "sum"):
+                value = _last(builder, value, maker, replication)
+            else:
+                value = _agree(builder, name, value, maker, replication)
+            if replication.buffers == "sum" and name in read:
                 work = StoreBuffer(name, len(maker.devices))
         tags = builder.region(maker)
         builder.add(update_chunk(work, tags, (value,), maker.devices), [])
@@ -42,6 +51,18 @@ def _refuse_distant_readers(builder: Builder, writers: Mapping[str, Chunk]) -> N
                     f"buffer {info.name!r} is written by {maker.label!r} on {list(maker.devices or ())} but read by "
                     f"{node.label!r} on {list(node.devices)}; place both on the same devices"
                 )
+
+
+def _last(builder: Builder, value: ValueId, maker: Chunk, replication: Replication) -> ValueId:
+    """The value of the last replica, whose microbatches are the last in single-process training:
+    of a buffer whose old value nothing reads, this is its value there.
+    """
+    assert maker.devices is not None
+    group = (maker.devices[-1], *maker.devices[:-1])
+    node = communication(
+        Broadcast(), builder.region(maker), (value,), (group,), replication.reduce_stream
+    )
+    return builder.add(node, [builder.values[value]])[0]
 
 
 def _agree(
