@@ -3,6 +3,7 @@ code with piper, or refused for a reason that a user can mend. ``make fuzz`` run
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from tests.random.cases import draw, from_json, smaller, to_json
@@ -30,6 +31,16 @@ def test_random_compositions_are_equal_or_refused_for_a_reason():
     assert not {seed: o for seed, o in found.items() if o.kind not in (EQUAL, REFUSED, DIVERGED)}
     refused = [o.reason for o in found.values() if o.kind == REFUSED]
     assert sum(o.kind == EQUAL for o in found.values()) >= NUMBER * 7 // 10, refused
+
+
+@pytest.mark.full
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [3, 11])
+def test_random_compositions_on_ray(seed):
+    """Model, loss and optimizer go to processes that know nothing of the text they came from."""
+    found = outcome(replace(draw(seed), ray=True), seconds=280)
+    assert found.kind == EQUAL, found
 
 
 def test_a_case_is_a_function_of_its_seed_and_can_be_written_down():
