@@ -195,7 +195,7 @@ class Plain:
             self.grads[name] = self.grads[name] + gradient if name in self.grads else gradient
         if not update:
             self.kept += 1
-            return Found(loss)
+            return Found(loss, scale=self.scale)
         scale, skipped, norm = self.scale, False, None
         parameters = dict(self.model.named_parameters())
         for name, parameter in parameters.items():
