@@ -48,7 +48,6 @@ compute type is rounded alike on both sides, bit for bit; only sums in the reduc
 
 
 @public
-@plain_surroundings()
 def check(
     model: torch.nn.Module,
     loss_fn: LossFn | None,
@@ -90,73 +89,77 @@ def check(
     whole batch in one piece is a part of the report: :attr:`CheckReport.whole_batch`, and
     :attr:`CheckReport.loss_finding` where it is the loss function.
     """
-    if steps < 1:
-        raise CheckError(f"steps must be at least 1 to compare anything, found {steps}")
-    chosen = make_backend("inprocess" if backend is None else backend)
-    if not isinstance(chosen, InProcessBackend):
-        raise CheckError(
-            f'check looks at the gradients of workers that are threads of this process: use backend="inprocess", found {backend!r}'
-        )
-    policy = make_precision(precision)
-    expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
-    original = model
-    model = copy.deepcopy(model) if policy is not None else copy.deepcopy(model).double()
-
-    def fetch(step: int) -> Batch:
-        given = batch(step) if callable(batch) else batch
-        inputs, targets = as_pair(given, own_loss=loss_fn is None)
-        return (inputs, targets) if policy is not None else (_double(inputs), _double(targets))
-
-    spec = optimizer_spec(original, optimizer, param_groups)
-    assert spec is not None, "check needs an optimizer"
-    rates = Rates(lr_schedule)
-    clip = make_clip(max_grad_norm, norm_type)
-    programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy)
-    trial = Trial(programs, fetch(0), seed)
-    eager = trial.before_capture()
-    program = programs.training(fetch(0))
-    require_same_groups(spec, original)
-    tensors = model_tensors(model)
-    trial.after_capture(program)
-    core = program.captured.dag
-    reference = Reference(model, programs.loss_fn, core, tensors, spec, seed, programs.clip, policy)
-    finding = examine_loss(programs, program, fetch(0), eager)
-    in_one = reference.whole(fetch(0), 0)
-    whole: WholeBatch | None = None
-    tap, replay = _Tap(), Replay(reference.initial_state())
-    observed = replace(spec, observe=tap.observe)
-    errors: list[StepErrors] = []
-    how = compilation(compile)
-    with Trainer(programs, program, chosen, tensors, observed, seed, how, lr_schedule) as trainer:
-        for step in range(steps):
-            current = fetch(step)
-            result = trainer.step(*current)
-            plan = trainer.program.plan
-            with chosen.computing_alike():
-                expected = reference.step(
-                    current, plan.num_replicas * plan.num_microbatches, step, rates.at(step)
-                )
-            if step == 0:
-                whole = compare_whole(in_one, expected)
-            copies = chosen.copies()
-            replayed = replay.step(tap.found, step)
-            errors.append(
-                StepErrors(
-                    step=step,
-                    loss=scalar_error(result.loss, expected.loss),
-                    gradients=tap.compare(expected.gradients, copies),
-                    grad_norm=_norm_error(result.grad_norm, expected.grad_norm),
-                    loss_scale=_scale_error(result, expected),
-                    **_state_errors(copies, reference.state, replayed),
-                )
+    with plain_surroundings():
+        if steps < 1:
+            raise CheckError(f"steps must be at least 1 to compare anything, found {steps}")
+        chosen = make_backend("inprocess" if backend is None else backend)
+        if not isinstance(chosen, InProcessBackend):
+            raise CheckError(
+                f'check looks at the gradients of workers that are threads of this process: use backend="inprocess", found {backend!r}'
             )
-    if tolerance is None:
-        tolerance = TOLERANCE if policy is None else PRECISION_TOLERANCE
-    assert whole is not None
-    if whole.differs(rounded=policy is not None):
-        why = reasons(programs, program, fetch(0), finding)
-        whole = replace(whole, reasons=why)
-    return CheckReport(tuple(errors), tolerance, whole, policy, finding)
+        policy = make_precision(precision)
+        expect(model, torch.nn.Module, "model", "give an instance, not its class or its forward")
+        original = model
+        model = copy.deepcopy(model) if policy is not None else copy.deepcopy(model).double()
+
+        def fetch(step: int) -> Batch:
+            given = batch(step) if callable(batch) else batch
+            inputs, targets = as_pair(given, own_loss=loss_fn is None)
+            return (inputs, targets) if policy is not None else (_double(inputs), _double(targets))
+
+        spec = optimizer_spec(original, optimizer, param_groups)
+        assert spec is not None, "check needs an optimizer"
+        rates, clip = Rates(lr_schedule), make_clip(max_grad_norm, norm_type)
+        programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy)
+        trial = Trial(programs, fetch(0), seed)
+        eager = trial.before_capture()
+        program = programs.training(fetch(0))
+        require_same_groups(spec, original)
+        tensors = model_tensors(model)
+        trial.after_capture(program)
+        core = program.captured.dag
+        reference = Reference(
+            model, programs.loss_fn, core, tensors, spec, seed, programs.clip, policy
+        )
+        finding = examine_loss(programs, program, fetch(0), eager)
+        in_one = reference.whole(fetch(0), 0)
+        whole: WholeBatch | None = None
+        tap, replay = _Tap(), Replay(reference.initial_state())
+        observed = replace(spec, observe=tap.observe)
+        errors: list[StepErrors] = []
+        how = compilation(compile)
+        with Trainer(
+            programs, program, chosen, tensors, observed, seed, how, lr_schedule
+        ) as trainer:
+            for step in range(steps):
+                current = fetch(step)
+                result = trainer.step(*current)
+                plan = trainer.program.plan
+                with chosen.computing_alike():
+                    expected = reference.step(
+                        current, plan.num_replicas * plan.num_microbatches, step, rates.at(step)
+                    )
+                if step == 0:
+                    whole = compare_whole(in_one, expected)
+                copies = chosen.copies()
+                replayed = replay.step(tap.found, rates.at(step))
+                errors.append(
+                    StepErrors(
+                        step=step,
+                        loss=scalar_error(result.loss, expected.loss),
+                        gradients=tap.compare(expected.gradients, copies),
+                        grad_norm=_norm_error(result.grad_norm, expected.grad_norm),
+                        loss_scale=_scale_error(result, expected),
+                        **_state_errors(copies, reference.state, replayed),
+                    )
+                )
+        if tolerance is None:
+            tolerance = TOLERANCE if policy is None else PRECISION_TOLERANCE
+        assert whole is not None
+        if whole.differs(rounded=policy is not None):
+            why = reasons(programs, program, fetch(0), finding)
+            whole = replace(whole, reasons=why)
+        return CheckReport(tuple(errors), tolerance, whole, policy, finding)
 
 
 def _norm_error(found: float | None, expected: float | None) -> float:

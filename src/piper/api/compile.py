@@ -26,7 +26,6 @@ from piper.runtime.state import Weights
 
 
 @public
-@plain_surroundings()
 def compile(  # noqa: A001  (the field's word; users write piper.compile)
     model: torch.nn.Module,
     loss_fn: LossFn | None,
@@ -119,29 +118,32 @@ def compile(  # noqa: A001  (the field's word; users write piper.compile)
     Warns (:class:`piper.errors.PiperWarning`) of a loss that is no mean over the rows of the example
     batch, so that microbatches change what it is.
     """
-    clip = make_clip(max_grad_norm, norm_type)
-    policy = make_precision(precision)
-    limits = make_limits(memory_budget, receive_bytes, gather_bytes, fetch_bytes, reduce_bytes)
-    spec = optimizer_spec(model, optimizer, param_groups)
-    if limits.budget is not None:
-        state = optimizer_bytes(spec, described_parameters(model))
-        limits = replace(limits, optimizer_bytes=state, frame_bytes=frame_bytes(backend))
-    programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy, limits)
-    example = programs.pair(example_batch)
-    if optimizer is not None:
-        warn_of_evaluation_mode(model)
-    trial = Trial(programs, example, seed)
-    eager = trial.before_capture() if verify_capture else None
-    with trial.blaming():
-        program = programs.training(example)
-    require_same_groups(spec, model)
-    weights = init if init is not None else _weights(model)
-    if verify_capture and not _on_meta(model):
-        trial.after_capture(program)
-        programs.rehearse = trial.rehearse
-    warn_unless_mean(programs, program, example, eager)
-    how = compilation(compile)
-    return Trainer(programs, program, make_backend(backend), weights, spec, seed, how, lr_schedule)
+    with plain_surroundings():
+        clip = make_clip(max_grad_norm, norm_type)
+        policy = make_precision(precision)
+        limits = make_limits(memory_budget, receive_bytes, gather_bytes, fetch_bytes, reduce_bytes)
+        spec = optimizer_spec(model, optimizer, param_groups)
+        if limits.budget is not None:
+            state = optimizer_bytes(spec, described_parameters(model))
+            limits = replace(limits, optimizer_bytes=state, frame_bytes=frame_bytes(backend))
+        programs = Programs(model, loss_fn, strategy, batch_dims, clip, policy, limits)
+        example = programs.pair(example_batch)
+        if optimizer is not None:
+            warn_of_evaluation_mode(model)
+        trial = Trial(programs, example, seed)
+        eager = trial.before_capture() if verify_capture else None
+        with trial.blaming():
+            program = programs.training(example)
+        require_same_groups(spec, model)
+        weights = init if init is not None else _weights(model)
+        if verify_capture and not _on_meta(model):
+            trial.after_capture(program)
+            programs.rehearse = trial.rehearse
+        warn_unless_mean(programs, program, example, eager)
+        how = compilation(compile)
+        return Trainer(
+            programs, program, make_backend(backend), weights, spec, seed, how, lr_schedule
+        )
 
 
 def compilation(option: bool | Literal["fallback"]) -> Compilation:

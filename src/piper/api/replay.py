@@ -27,12 +27,12 @@ class Replay:
     def __init__(self, state: ModelState) -> None:
         self._state = state
 
-    def step(self, found: Sequence[Gradient], step: int) -> StateSnapshot:
+    def step(self, found: Sequence[Gradient], lr_factor: float) -> StateSnapshot:
         """Update by the gradients *found* on all devices in this step (none: it was skipped);
         parameters and the optimizer's state afterwards.
         """
         if found:
-            self._state.begin_step(step)
+            self._state.begin_step(lr_factor)
             self._state.update(_whole(found, self._state.parameters), None)
         return self._state.snapshot(self._state.parameters, optimizer=True)
 

@@ -24,6 +24,16 @@ class InThisThread:
     def __bool__(self) -> bool:
         return threading.get_ident() == self._thread
 
+    def __or__(self, other: bool) -> bool:
+        return bool(self) or other
+
+    __ror__ = __or__
+
+    def __and__(self, other: bool) -> bool:
+        return bool(self) and other
+
+    __rand__ = __and__
+
 
 @contextmanager
 def plain_surroundings() -> Iterator[None]:
