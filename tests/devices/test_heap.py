@@ -26,7 +26,7 @@ def faults(mib):
 if sys.argv[1] == "keeps":
     assert keep_freed_memory()
 elif sys.argv[1] == "worker":
-    _Actor(0, 1, 1, 10.0)
+    _Actor(0, 1, 1, 10.0, internals=False)
 print(*(faults(mib) for mib in (1, 24, 64)))
 """
 
