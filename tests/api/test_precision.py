@@ -342,8 +342,9 @@ def test_optimizers_that_look_at_whole_matrices_see_them():
 
     model = nn.Linear(4, 3)
     with compiled([], model=model, optimizer=lambda p: Looking(p, lr=0.1)) as trainer:
+        shapes.clear()  # of trials on small tensors
         trainer.step(*data())
-    assert {torch.Size([3, 4]), torch.Size([3])} <= set(shapes)
+    assert set(shapes) == {torch.Size([3, 4]), torch.Size([3])}
 
 
 @pytest.mark.parametrize(
