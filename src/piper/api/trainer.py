@@ -28,7 +28,6 @@ from piper.capture.forms import Paired
 from piper.errors import BatchError, ConfigError, Interrupted, StateError
 from piper.ids import DeviceId
 from piper.ir.dag import Dag, GradientUse, LossKind, Role
-from piper.ops.update import OptimizerStep
 from piper.plan.account import account
 from piper.plan.model import Plan
 from piper.runtime.batch import Batch, Data
@@ -744,7 +743,7 @@ def _keeping(program: Program) -> set[tuple[str, DeviceId]]:
 def _most_updates(plan: Plan) -> int:
     """The most calls of its optimizer that a device makes in a step."""
     return max(
-        sum(isinstance(instruction, OptimizerStep) for instruction in device.instructions)
+        sum(bool(instruction.updates()) for instruction in device.instructions)
         for device in plan.devices
     )
 
